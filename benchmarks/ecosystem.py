@@ -2,8 +2,10 @@
 
     python benchmarks/ecosystem.py
 
-Features are whole gradients of batches of all rows, as `from_trainer` or `TrakAttributor` take them; beside them, one
-`autograd.grad` for each row, collated alone. The error is the largest of a row, relative to the norm of its gradient.
+Features are whole gradients of minus the loss, of batches of all rows, as `from_trainer` or `TrakAttributor` take
+them; beside them, one `autograd.grad` of the trainer's own `compute_loss` for each row, which its own collator made
+alone. The error is the largest of a row, relative to the norm of its gradient, after one factor for all rows where the
+losses differ by one (shown as "times 2").
 Where that is above 1e-5, rows are compared with `autograd.grad` of their outputs within the whole batch, too: the
 slope of a ReLU whose input is about zero follows rounding, which is not the same for a batch. A case that is refused
 is listed with the message. Cases of `lightning`, `diffusers`,
@@ -16,6 +18,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +31,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.base import run_model
 from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
 
 BOUND = 1e-5
 HEAD = "| | works | engine | largest error | seconds |\n|---|---|---|---|---|"
@@ -46,26 +50,44 @@ class _Announcements(logging.Handler):
 
 
 def by_autograd(own: TrakAttributor, together: bool = False) -> torch.Tensor:
-    """The gradient of every row, collated alone or within the batch of all: `(n, P)`."""
-    featurizer = own.features.featurizer()
-    featurizer.prepare_task(0, own.args.per_device_batch_size)
-    batches, task, model = featurizer.batches(own.train_dataset), featurizer.task, own.model
-    parameters = dict(model.named_parameters())
+    """Minus the gradient of the trainer's own loss of every row, collated alone: `(n, P)`.
+
+    `together` takes the task of hf_trak within the batch of all rows, as do cases without a loss of a row.
+    """
+    parameters = dict(own.model.named_parameters())
     wanted = [parameters[name] for name in own.features.layout.names]
+    outputs = of_task(own, together) if together or not hasattr(own, "loss_of") else None
     found = []
-    every = range(len(own.train_dataset))
-    for row in every:
-        batch = next(batches.iterate([every]))[1] if together else batches.alone(row)
-        with pass_settings(model), torch.enable_grad():
-            output = task.output(run_model(task, model, batch), batch, "train")[row if together else 0]
+    for row in range(len(own.train_dataset)):
+        with pass_settings(own.model), torch.enable_grad():
+            output = -own.loss_of(row) if outputs is None else outputs(row)
             gradients = torch.autograd.grad(output, wanted, allow_unused=True, materialize_grads=True)
         found.append(torch.cat([one.detach().flatten().float() for one in gradients]))
     return torch.stack(found)
 
 
+def of_task(own: TrakAttributor, together: bool) -> Callable[[int], torch.Tensor]:
+    """What computes the output of the task for a row, alone or within the batch of all rows."""
+    featurizer = own.features.featurizer()
+    featurizer.prepare_task(0, own.args.per_device_batch_size)
+    batches, task, model = featurizer.batches(own.train_dataset), featurizer.task, own.model
+
+    def output(row: int) -> torch.Tensor:
+        batch = next(batches.iterate([range(len(own.train_dataset))]))[1] if together else batches.alone(row)
+        return task.output(run_model(task, model, batch), batch, "train")[row if together else 0]
+
+    return output
+
+
 def largest(features: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest error of a row, relative to the norm of its gradient."""
     return float(((features - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)).max())
+
+
+def factor(features: torch.Tensor, expected: torch.Tensor) -> float:
+    """The one number by which the gradients of all rows differ: 2 where a loss is a square, and not half of it."""
+    found = float((features * expected).sum() / features.square().sum().clamp_min(1e-30))
+    return 1.0 if abs(found - 1) < 1e-4 else found
 
 
 def outcome(case: EcosystemCase) -> tuple[bool, str]:
@@ -79,19 +101,28 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
         announced.clear()
         try:
             own = case.make(Path(directory), args)
+            # the side of the training rows, as exact scores take it
+            if isinstance(own.task, HasLoss) and hasattr(own, "loss_of"):
+                own.features.task = LossModelOutput(of=own.task)
             own.featurize()
         except (HfTrakError, ValueError, TypeError, ImportError) as error:
             message = str(error).splitlines()[0].replace("|", "¦")
             return False, f"| {case.title} | **refused**: {type(error).__name__}: {message} | | | |"
         seconds = time.perf_counter() - started
         features = torch.cat([shard.grads for shard in own.features.store.train(0)])
-        alone = error = largest(features, by_autograd(own))
+        expected = by_autograd(own)
+        times = factor(features, expected)
+        alone = error = largest(features * times, expected)
         if alone > BOUND:
             error = largest(features, by_autograd(own, together=True))
     engine = " ".join(announced[-1].split(" by the ")[1].split(" engine")[0].split()) if announced else ""
     works = f"with {case.needs}" if case.needs else "as it is"
     fine = error <= BOUND
     shown = f"{error:.0e}" if fine else f"**{error:.0e}**"
+    if times != 1:
+        shown += f", times {times:.3g}"
+    if not hasattr(own, "loss_of"):
+        shown += ", the task alone"
     if alone != error:
         shown += f" in the batch, {alone:.0e} alone"
     return fine, f"| {case.title} | {works} | {engine} | {shown} | {seconds:.1f} |"

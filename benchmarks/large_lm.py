@@ -216,7 +216,7 @@ def measured(name: str, case: dict[str, Any]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def row_of(name: str, case: dict[str, Any], found: dict[str, Any]) -> str:
+def row_of(case: dict[str, Any], found: dict[str, Any]) -> str:
     described = ", ".join(f"{key} {value}" for key, value in case.items())
     sizes = " | ".join(f"{found[key] / 1e6:,.0f}" for key in ("weights", "logits", "peak"))
     return f"| {described} | {sizes} | {found['seconds']:.1f} | {found.get('processor seconds', 0.0):.1f} |"
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
         for index, case in enumerate(cases):
             runs = found[index :: len(cases)]
             middle = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "features"}
-            print(row_of(name, case, middle), flush=True)
+            print(row_of(case, middle), flush=True)
             if name == "1b":
                 print(
                     "\n".join(f"{key}: {value:,}" for key, value in middle.items() if key not in ("peak", "seconds"))

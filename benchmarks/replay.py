@@ -50,20 +50,22 @@ def descriptions() -> Dataset:
     return chunks("\n".join(texts)).shuffle(seed=0)
 
 
-def arguments(directory: str, seed: int, **options: Any) -> TrainingArguments:
+def arguments(directory: str, seed: int, rate: float = 5e-4, **options: Any) -> TrainingArguments:
     """Return `Trainer`'s defaults, but for what the run is."""
     return TrainingArguments(
-        directory, per_device_train_batch_size=30, learning_rate=5e-4, seed=seed, save_strategy="no", report_to=[],
+        directory, per_device_train_batch_size=30, learning_rate=rate, seed=seed, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, logging_strategy="no", **options,
     )  # fmt: skip
 
 
-def pretrained(path: Path, scratch: str) -> dict[str, torch.Tensor]:
+def pretrained(path: Path, scratch: str, rate: float) -> dict[str, torch.Tensor]:
     """Train on the help texts, or read what was trained."""
     if not path.exists():
         set_seed(0)
         trainer = Trainer(
-            model_of(None), arguments(scratch, 0, max_steps=400), train_dataset=chunks("".join(topics.values()))
+            model_of(None),
+            arguments(scratch, 0, max_steps=400, rate=rate),
+            train_dataset=chunks("".join(topics.values())),
         )
         trainer.train()
         torch.save(trainer.model.state_dict(), path)
@@ -84,10 +86,10 @@ def model_of(weights: dict[str, torch.Tensor] | None) -> GPT2LMHeadModel:
 class Case:
     """The fine-tune, its rows and targets."""
 
-    def __init__(self, work: Path, scratch: str) -> None:
+    def __init__(self, work: Path, scratch: str, rate: float) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self.work, self.scratch = work, scratch
-        self.weights = pretrained(work / "pretrained.pt", scratch)
+        self.weights = pretrained(work / "pretrained.pt", scratch, rate)
         rows = descriptions()
         self.train, self.targets = rows.select(range(ROWS)), rows.select(range(ROWS, ROWS + TARGETS))
 
@@ -126,7 +128,7 @@ def methods(all_of_them: bool) -> dict[str, Any]:
     return {**found, **more} if all_of_them else found
 
 
-def lds(case: Case, count: int, all_of_them: bool) -> None:
+def lds(case: Case, count: int, m: int, all_of_them: bool) -> None:
     """Print a row for each method."""
     set_seed(RUN_SEED)
     trainer = case.trainer(case.train, RUN_SEED)
@@ -138,10 +140,12 @@ def lds(case: Case, count: int, all_of_them: bool) -> None:
         attributor.featurize()
         for name, method in methods(all_of_them).items():
             started = time.perf_counter()
-            scored = attributor.attribute(case.targets, top_k=None, method=method).with_format("numpy")
+            scored = attributor.attribute(case.targets.select(range(m)), top_k=None, method=method).with_format(
+                "numpy"
+            )
             seconds = time.perf_counter() - started
             scores = np.stack(scored["trak_scores"][:]).T.astype(np.float64)
-            cells = [str(evaluate_lds(scores, *truth)) for _, truth in truths]
+            cells = [str(evaluate_lds(scores, masks, outputs[:, :m]).mean) for _, (masks, outputs) in truths]
             print(f"| {name} | {' | '.join(cells)} | {seconds:.1f} |", flush=True)
 
 
@@ -149,18 +153,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("build", "lds"))
     parser.add_argument("--work", type=Path, default=Path("replay"), help="directory of retrainings")
+    parser.add_argument("--rate", type=float, default=3e-3, help="of the first training; 5e-4 leaves it unfinished")
+    parser.add_argument("--targets", type=int, default=TARGETS, help="of the 40 targets so many")
     parser.add_argument("--subsets", type=int, default=40, help="of each share of dropped rows")
     parser.add_argument("--all", action="store_true", help="more settings of replay")
     args = parser.parse_args()
     logging.getLogger("hf_trak").setLevel(logging.ERROR)
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as scratch:
-        case = Case(args.work, scratch)
+        case = Case(args.work, scratch, args.rate)
         if args.what == "build":
             for name, _ in banks(case, args.subsets):
                 print(f"{name}: done", flush=True)
         else:
-            lds(case, args.subsets, args.all)
+            lds(case, args.subsets, args.targets, args.all)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def worker(directory: Path, args: argparse.Namespace) -> None:
     torch.distributed.destroy_process_group()
 
 
-def launch(world: int, args: argparse.Namespace, given: list[str]) -> tuple[float, str]:
+def launch(world: int, given: list[str]) -> tuple[float, str]:
     """Seconds, and a digest of the features."""
     with tempfile.TemporaryDirectory(prefix="hf_trak-scaling-") as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     digests: set[Any] = set()
     for _ in range(args.rounds):
         for world, times in seconds.items():
-            taken, digest = launch(world, args, given)
+            taken, digest = launch(world, given)
             times.append(taken)
             digests.add(digest)
     one, two = (statistics.median(times) for times in seconds.values())

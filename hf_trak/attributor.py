@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.report import CurvatureReport
-from hf_trak.data.preferences import PreparingCollator, kind_of, trainer_task, training_rows
+from hf_trak.data.preferences import PreparingCollator, kind_of, training_rows
 from hf_trak.data.reference_log_probs import with_references
-from hf_trak.data.rows import Collator
+from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
+from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
@@ -51,7 +52,9 @@ from hf_trak.methods import (
     method_of_all_rows,
 )
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.report.notebook import LastResult
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
 from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
@@ -60,7 +63,6 @@ from hf_trak.scores.selection import (
     Criterion,
     best_rows,
     check_criterion,
-    check_strata,
     group_score_columns,
     row_scores,
     selected,
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
 
 
+@named_arguments
 class TrakAttributor:
     """Find the training examples that made a model do what it did, with TRAK (arXiv 2303.14186).
 
@@ -171,7 +174,9 @@ class TrakAttributor:
     ) -> "TrakAttributor":
         """Take model, training dataset, collator and processing class from a `transformers.Trainer`.
 
-        Trainers of preferences, rewards and policies of TRL also have a task, with the settings of their loss, and a
+        Training rows are attributed by the loss that the trainer minimizes. Where that is not the loss of the model's
+        task (an overridden `compute_loss`, `compute_loss_func`, label smoothing), the task is `trainer_loss`. Trainers
+        of preferences, rewards and policies of TRL have a task of their own, with the settings of their loss, and a
         reference model, whose log-probabilities become columns of the rows.
 
         Args:
@@ -184,15 +189,15 @@ class TrakAttributor:
             task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
                 The model output function: a name, an `AbstractModelOutput`, or a function
                 `output_fn(model_output, batch) -> (B,)`. By default it follows from the trainer, or from the class of
-                the model.
+                the model. `"trainer_loss"` takes the trainer's own loss in any case.
             train_dataset (`Dataset`, *optional*):
                 Rows in place of those of the trainer: the rollouts of a trainer of policies.
 
         Raises:
             TypeError: `trainer` is no `Trainer`, or `args` no `TrakConfig`.
             ValueError: the trainer has no training dataset, `args.output_dir` is the trainer's own, there is no task
-                for the loss of a trainer of preferences, its rows are none or lack a reference model, and all of
-                `TrakAttributor(...)`.
+                for the loss of a trainer of preferences, its rows are none or lack a reference model, the loss of
+                the trainer compares rows of a batch with each other, and all of `TrakAttributor(...)`.
         """
         parts = ("model", "args", "train_dataset", "data_collator", "processing_class", "accelerator")
         if missing := [name for name in parts if not hasattr(trainer, name)]:
@@ -220,13 +225,16 @@ class TrakAttributor:
             use_cpu=args.use_cpu or trainer.args.device.type == "cpu",
         )
         rows = training_rows(trainer, train_dataset)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        collator = collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer)
+        task = task_of(trainer, model, rows, collator, task)
         features = featurized_model(
-            trainer.accelerator.unwrap_model(trainer.model),
+            model,
             args,
             train_dataset=with_references(trainer, rows, args.output_dir, args.use_cpu),
-            data_collator=collator_of(trainer) if kind_of(trainer) is None else PreparingCollator(trainer),
+            data_collator=collator,
             processing_class=trainer.processing_class,
-            task=trainer_task(trainer, rows) if task is None else task,
+            task=task,
             num_workers=trainer.args.dataloader_num_workers,
             trainer=trainer,
         )
@@ -506,7 +514,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ValueError: `top_k`, `name`, `per` or `method` is out of range, they do not go together, the dataset is
                 empty, or `checkpoints` are not as many as the model ids.
-            TypeError: `per_token` is set, and the task has one label per sample.
+            TypeError: `per_token` or `part` is set, and the task has one label per sample, or `part` is no `Span`.
             SingularGramError: the ridge is too small for these features.
         """
         if per not in ("target", "train"):
@@ -516,7 +524,14 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
-            eval_dataset = part.of(eval_dataset, self.features.processing_class)
+            if not isinstance(part, Span) or not isinstance(self.task, AggregatedModelOutput):
+                raise TypeError(
+                    f"`part` is {part!r}, and the task is {type(self.task).__name__}. Expected a `Span`, such as "
+                    "`Span(words='barn')`, and a task with several labels per row, such as 'causal_lm'. Leave `part` "
+                    "out, or correct it."
+                )
+            ready = attribute_of(self.features.data_collator, "ready")
+            eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
@@ -804,7 +819,7 @@ class TrakAttributor:
         n = selection_size(n, self.features.train_size)
         check_criterion(criterion)
         chosen = method_of_all_rows(method)
-        strata = check_strata(self.train_dataset, stratify_by)
+        strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
         question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
@@ -855,7 +870,7 @@ class TrakAttributor:
         Raises:
             TypeError: the dataset has a transform or is no `datasets.Dataset`, or the task has no prediction that
                 could be a label.
-            ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
+            ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
         """
         return predicted_rows(self.features, dataset, generation)
 
@@ -913,6 +928,7 @@ class TrakAttributor:
             gaps. The original attributor is unchanged, and its store is needed as long as the new one is used.
 
         Raises:
+            TypeError: `rows` is a single number.
             ValueError: a row number is out of range, or no row is left.
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             HfTrakError: the task's features depend on the training dataset as a whole (CLIP).
@@ -964,7 +980,7 @@ class TrakAttributor:
         self,
         repo_id: str,
         *,
-        private: bool | None = None,
+        private: bool = True,
         token: str | bool | None = None,
         revision: str | None = None,
         create_pr: bool = False,
@@ -979,8 +995,8 @@ class TrakAttributor:
         Args:
             repo_id (`str`):
                 The dataset repo, created if need be.
-            private (`bool`, *optional*):
-                Visibility of a new repo. `True` with a public one is refused.
+            private (`bool`, *optional*, defaults to `True`):
+                Create a private repo, and refuse a public one. `False` creates a public repo.
             token (`str` or `bool`, *optional*):
                 As in `huggingface_hub`. It is passed on and never written anywhere.
             revision (`str`, *optional*):
@@ -996,16 +1012,17 @@ class TrakAttributor:
             `huggingface_hub.CommitInfo`: the commit.
 
         Raises:
+            ValueError: `repo_id` is a directory (use [`~TrakAttributor.save_pretrained`]), or a public repo.
             HfTrakError: the attributor came from `exclude` or `extend`.
             IncompleteStoreError: features are missing.
             HubAccessError: the repo cannot be written to, or the connection broke; the same call goes on.
             PeerProcessError: the main process failed.
         """
-        from hf_trak.hub.push import push_attributor  # loaded by those who publish or use indexes
+        from hf_trak.hub.push import Destination, push_attributor  # loaded by those who publish or use indexes
 
-        return push_attributor(
-            self.features, repo_id, private=private, token=token, revision=revision, create_pr=create_pr, **facts
-        )
+        message = facts.pop("commit_message", None)
+        destination = Destination(repo_id, private, token, revision, create_pr, message)
+        return push_attributor(self.features, destination, **facts)
 
 
 def last_result(attributor: TrakAttributor) -> LastResult:

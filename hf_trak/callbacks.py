@@ -21,6 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.store.atomic import safe_name
 from hf_trak.trajectory.recorder import RunRecorder
@@ -33,6 +34,7 @@ _UNFINISHED = ".unfinished-"
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "trainer_state.json")
 
 
+@named_arguments
 class TrakCallback(TrainerCallback):
     """Collects the checkpoints that a training run saves, and can featurize them when it ends.
 

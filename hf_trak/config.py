@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 
 ProjectionName = Literal["sjlt", "factored", "rademacher", "normal", "none"]
@@ -40,6 +42,7 @@ FIRST_BATCH = 16
 """Rows of the first batch of `per_device_batch_size="auto"`."""
 
 
+@named_arguments
 @dataclass
 class CurvatureConfig:
     """The curvature of exact scores, and of whitened features.
@@ -112,6 +115,7 @@ class CurvatureConfig:
         return min(train_size, DEFAULT_ROWS if self.rows is None else self.rows)
 
 
+@named_arguments
 @dataclass
 class TrakConfig:
     """Arguments of an attribution run. Python, YAML files and the command line take them.
@@ -191,9 +195,11 @@ class TrakConfig:
     use_cpu: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.output_dir, str | os.PathLike) or not str(self.output_dir):
+            raise ValueError(f"`output_dir` is {self.output_dir!r}. Expected the path of a directory. Name one.")
         self.output_dir = str(self.output_dir)
-        if not self.output_dir:
-            raise ValueError("`output_dir` is empty. Expected the path of a directory.")
+        for name in ("use_cpu", "remove_unused_columns"):
+            _check_choice(name, getattr(self, name), (True, False))
         self.curvature = _as_curvature(self.curvature)
         for name, choices in (
             ("engine", get_args(EngineName)),

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from hf_trak.config import CurvatureName
 from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 
 _KINDS = get_args(CurvatureName)
@@ -15,6 +16,7 @@ def _check_curvature(kind: Any) -> None:
         raise ValueError(f"`curvature` is {kind!r}. Expected one of {_KINDS}, or `None` as in the configuration.")
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Index:
     """Score with the stored features: TRAK's ridge regression.
@@ -45,6 +47,7 @@ class Index:
             )
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Exact:
     """Score with whole gradients under the curvature that `fit_curvature` fits: one pass over the training rows.
@@ -76,6 +79,7 @@ class Exact:
         return checked_refinement(self.refine)
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Rerank:
     """Take rows from the features, and score these rows with whole gradients, as [`Exact`] scores all rows.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hf_trak.runtime.checks import required
 from hf_trak.traker.score_computers import (
     get_free_memory,
     get_matrix_mult,
@@ -202,14 +203,11 @@ def test_install(use_fast_jl: bool = True) -> None:
 
 
 def _check_fast_jl() -> None:
-    try:
-        import fast_jl
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install 'hf_trak[fast-jl]'`. Nothing "
-            "else in hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`.",
-            name="fast_jl",
-        ) from error
+    message = (
+        "fast_jl is not installed. It needs a GPU and the CUDA toolkit: `pip install fast-jl`. Nothing else in "
+        "hf_trak needs it: check the installation with `test_install(use_fast_jl=False)`."
+    )
+    fast_jl = required("fast_jl", message)
     if not torch.cuda.is_available():
         raise RuntimeError(
             "fast_jl is installed, but torch sees no CUDA device. Check the driver, or run "

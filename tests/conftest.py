@@ -23,7 +23,8 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_goes_on() -> Iterator[None]:
-    """Undo `logging.disable`, which the scripts of benchmarks call: it would silence the tests that come after."""
+    """Undo what silences the tests that come after: `logging.disable` of benchmarks, levels that fixtures set."""
+    logging.getLogger("hf_trak").setLevel(logging.NOTSET)
     yield
     logging.disable(logging.NOTSET)
 

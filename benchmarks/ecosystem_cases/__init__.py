@@ -6,6 +6,7 @@ from ecosystem_cases.embeddings import EMBEDDINGS
 from ecosystem_cases.images import IMAGES
 from ecosystem_cases.language import LANGUAGE
 from ecosystem_cases.others import OTHERS
+from ecosystem_cases.own_losses import OWN_LOSSES
 from ecosystem_cases.preference_trainers import PREFERENCES
 from ecosystem_cases.sft import SFT
 from ecosystem_cases.transformers_tasks import TASKS
@@ -13,6 +14,7 @@ from ecosystem_cases.wrapped import WRAPPED
 
 GROUPS: dict[str, tuple[EcosystemCase, ...]] = {
     "Trainer and its collators": TASKS,
+    "Losses of one's own": OWN_LOSSES,
     "TRL": (*SFT, *PREFERENCES),
     "sentence-transformers": EMBEDDINGS,
     "PEFT": ADAPTERS,

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ecosystem_cases.case import EcosystemCase, token_rows, tokenizer
 from ecosystem_cases.language import llama
+from ecosystem_cases.truth import of_plain_trainer
 from hf_trak import TrakAttributor, TrakConfig
 
 LAYERS = ["q_proj", "v_proj"]
@@ -48,7 +49,7 @@ def adapted(directory: Path, args: TrakConfig, *, kind: str, options: dict[str, 
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     rows = Dataset.from_dict({"input_ids": token_rows(6)})
     collator = hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
-    return TrakAttributor(model, args, train_dataset=rows, data_collator=collator)
+    return of_plain_trainer(model, args, rows, collator)
 
 
 ADAPTERS = tuple(

@@ -9,6 +9,7 @@ import transformers as hf
 from datasets import Dataset
 
 from ecosystem_cases.case import VOCABULARY, EcosystemCase, texts, tokenizer
+from ecosystem_cases.truth import of_model, of_trainer, with_truth, without_truth
 from hf_trak import TrakAttributor, TrakConfig
 
 LABELS = [0, 1, 1, 0, 1, 0]
@@ -46,7 +47,8 @@ def trained(directory: Path, args: TrakConfig, *, loss: str, names: tuple[str, .
     own = st.SentenceTransformerTrainingArguments(str(directory / "out"), use_cpu=True, report_to=[])
     rows = Dataset.from_dict({**columns(*names), **({"label": LABELS} if labels else {})})
     trainer = st.SentenceTransformerTrainer(model, own, train_dataset=rows, loss=getattr(losses, loss)(model))
-    return TrakAttributor.from_trainer(trainer, args)
+    # negatives of a row are other rows
+    return without_truth(trainer, args) if loss == "MultipleNegativesRankingLoss" else of_trainer(trainer, args)
 
 
 def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -57,7 +59,7 @@ def cross_encoder(directory: Path, args: TrakConfig) -> TrakAttributor:
     tokenizer().save_pretrained(directory / "model")
     made = CrossEncoder(str(directory / "model"), device="cpu")
     rows = Dataset.from_dict({**made.tokenizer(texts(6), texts(6, 1)), "labels": LABELS})
-    return TrakAttributor(made[0].model, args, rows, processing_class=made.tokenizer)
+    return of_model(made[0].model, args, rows, processing_class=made.tokenizer)
 
 
 def trained_pairs(directory: Path, args: TrakConfig, *, loss: str) -> TrakAttributor:
@@ -74,7 +76,7 @@ def trained_pairs(directory: Path, args: TrakConfig, *, loss: str) -> TrakAttrib
     own = ce.CrossEncoderTrainingArguments(str(directory / "out"), use_cpu=True, report_to=[])
     rows = Dataset.from_dict({**columns(*names), "label": labels})
     trainer = ce.CrossEncoderTrainer(model, own, train_dataset=rows, loss=getattr(ce.losses, loss)(model))
-    return TrakAttributor.from_trainer(trainer, args)
+    return of_trainer(trainer, args)
 
 
 def few_shot(directory: Path) -> Any:
@@ -96,14 +98,22 @@ def few_shot_body(directory: Path, args: TrakConfig) -> TrakAttributor:
     pairs = trainer.st_trainer.train_dataset
     # Pairs of a text with itself are exact already: their gradient is zero, of which no error can be taken.
     distinct = pairs.filter(lambda row: row["sentence_1"] != row["sentence_2"])
-    return TrakAttributor.from_trainer(trainer.st_trainer, args, train_dataset=distinct)
+    return of_trainer(trainer.st_trainer, args, train_dataset=distinct)
 
 
 def few_shot_head(directory: Path, args: TrakConfig) -> TrakAttributor:
     model, _, rows = few_shot(directory)
     embedded = model.model_body.encode(rows["text"][:], show_progress_bar=False)
     given = Dataset.from_dict({"features": embedded.tolist(), "labels": LABELS})
-    return TrakAttributor(model.model_head, args, given, task="text_classification")
+    own = TrakAttributor(model.model_head, args, given, task="text_classification")
+
+    def loss(row: int) -> torch.Tensor:
+        logits = model.model_head(torch.tensor([given[row]["features"]]))
+        return torch.nn.functional.cross_entropy(
+            logits[0] if isinstance(logits, tuple) else logits["logits"], torch.tensor([LABELS[row]])
+        )
+
+    return with_truth(own, loss)
 
 
 EMBEDDINGS = (

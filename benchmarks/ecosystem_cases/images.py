@@ -10,6 +10,7 @@ import torchvision
 from torch.utils.data import TensorDataset
 
 from ecosystem_cases.case import CLASSES, EcosystemCase
+from ecosystem_cases.truth import of_loop
 from hf_trak import TrakAttributor, TrakConfig
 
 SIDE = 64
@@ -27,7 +28,7 @@ def rows(count: int = 4) -> TensorDataset:
 
 def classifier(directory: Path, args: TrakConfig, *, make: Any) -> TrakAttributor:
     torch.manual_seed(0)
-    return TrakAttributor(make().eval(), args, train_dataset=rows(), task="image_classification")
+    return of_loop(make().eval(), args, rows(), task="image_classification")
 
 
 IMAGES = (

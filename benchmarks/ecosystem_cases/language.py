@@ -10,6 +10,7 @@ import transformers as hf
 from datasets import Dataset
 
 from ecosystem_cases.case import VOCABULARY, EcosystemCase, token_rows, tokenizer
+from ecosystem_cases.truth import of_plain_trainer
 from hf_trak import TrakAttributor, TrakConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kit"))
@@ -63,7 +64,7 @@ def llama_of_rewards() -> Any:
 def language(directory: Path, args: TrakConfig, *, model: Any) -> TrakAttributor:
     rows = Dataset.from_dict({"input_ids": token_rows(6)})
     collator = hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
-    return TrakAttributor(model(), args, train_dataset=rows, data_collator=collator)
+    return of_plain_trainer(model(), args, rows, collator)
 
 
 def speech(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -79,14 +80,12 @@ def speech(directory: Path, args: TrakConfig) -> TrakAttributor:
     labels = [[3 + place, 4, 5, 6] for place in range(6)]
     rows = Dataset.from_dict({"input_features": sounds, "labels": labels})
     model = hf.WhisperForConditionalGeneration(config).eval()
-    return TrakAttributor(model, args, train_dataset=rows, data_collator=hf.default_data_collator)
+    return of_plain_trainer(model, args, rows, hf.default_data_collator)
 
 
 def images_and_text(directory: Path, args: TrakConfig, *, kind: str) -> TrakAttributor:
     args.remove_unused_columns = False
-    return TrakAttributor(
-        vlm(kind), args, train_dataset=_Rows(image_rows(kind)), data_collator=vlm_collator(kind), task="causal_lm"
-    )
+    return of_plain_trainer(vlm(kind), args, _Rows(image_rows(kind)), vlm_collator(kind), task="causal_lm")
 
 
 class _Rows(torch.utils.data.Dataset):

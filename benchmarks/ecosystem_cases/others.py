@@ -8,6 +8,7 @@ import transformers as hf
 from torch.utils.data import Dataset
 
 from ecosystem_cases.case import EcosystemCase
+from ecosystem_cases.truth import of_plain_trainer
 from hf_trak import TrakAttributor, TrakConfig
 
 
@@ -37,7 +38,7 @@ def speech(directory: Path, args: TrakConfig) -> TrakAttributor:
     )  # fmt: skip
     sounds, model = numbers(6, 400), hf.Wav2Vec2ForCTC(config).eval()
     rows = [{"input_values": one, "labels": torch.tensor([3, 4 + place, 5])} for place, one in enumerate(sounds)]
-    return TrakAttributor(model, args, Rows(rows), hf.default_data_collator, task="row_loss")
+    return of_plain_trainer(model, args, Rows(rows), hf.default_data_collator, task="row_loss")
 
 
 def segments(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -48,7 +49,7 @@ def segments(directory: Path, args: TrakConfig) -> TrakAttributor:
     )  # fmt: skip
     pixels, model = numbers(6, 3, 32, 32), hf.SegformerForSemanticSegmentation(config).eval()
     rows = [{"pixel_values": one, "labels": (one[0] * 2.99).long()} for one in pixels]
-    return TrakAttributor(model, args, Rows(rows), hf.default_data_collator, task="row_loss")
+    return of_plain_trainer(model, args, Rows(rows), hf.default_data_collator, task="row_loss")
 
 
 def denoised(directory: Path, args: TrakConfig) -> TrakAttributor:

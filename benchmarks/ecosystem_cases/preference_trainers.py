@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl
 from datasets import Dataset
 
 from ecosystem_cases.case import EcosystemCase, texts, tokenizer
 from ecosystem_cases.language import llama, llama_of_rewards
+from ecosystem_cases.truth import of_trainer, with_truth, without_truth
 from hf_trak import TrakAttributor, TrakConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kit"))
@@ -45,7 +47,8 @@ def trained(directory: Path, args: TrakConfig, *, name: str, rows: Any, model: A
     )
     reference = {"ref_model": llama()} if name in ("DPO", "KTO") else {}
     made = trainer(model(), args=own, train_dataset=rows(), processing_class=tokenizer(), **reference)
-    return TrakAttributor.from_trainer(made, args)
+    # the reference point of KTO is a mean over other rows
+    return without_truth(made, args) if name == "KTO" else of_trainer(made, args)
 
 
 def policy(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -64,7 +67,16 @@ def policy(directory: Path, args: TrakConfig) -> TrakAttributor:
     )
     said = [f" {one}" for one in texts(6, 1)]
     rollouts = Dataset.from_dict({"prompt": texts(6), "completion": said, "advantage": [1.0, -0.5, 0.2] * 2})
-    return TrakAttributor.from_trainer(made, args, train_dataset=rollouts)
+    rewards, words = rollouts["advantage"][:], tokenizer()
+
+    def loss(row: int) -> torch.Tensor:
+        prompt, said = (torch.tensor([words(rollouts[row][name])["input_ids"]]) for name in ("prompt", "completion"))
+        said = torch.cat([said, torch.tensor([[words.eos_token_id]])], 1)
+        inputs = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": said}
+        inputs |= {"completion_mask": torch.ones_like(said), "advantages": torch.tensor([rewards[row]])}
+        return made.compute_loss(made.model, {**inputs, "num_items_in_batch": torch.tensor(1.0)})
+
+    return with_truth(without_truth(made, args, rollouts), loss)
 
 
 def pairs_about_images(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -79,7 +91,7 @@ def pairs_about_images(directory: Path, args: TrakConfig) -> TrakAttributor:
     model.config.pad_token_id = 0
     rows = rows.add_column("rejected", rejected)
     made = trl.DPOTrainer(model, reference, own, train_dataset=rows, processing_class=processor_of_words())
-    return TrakAttributor.from_trainer(made, args)
+    return of_trainer(made, args)
 
 
 PREFERENCES = (

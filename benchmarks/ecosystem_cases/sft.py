@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from ecosystem_cases.case import EcosystemCase, texts, tokenizer
 from ecosystem_cases.language import llama
+from ecosystem_cases.truth import of_trainer
 from hf_trak import TrakAttributor, TrakConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kit"))
@@ -43,7 +44,7 @@ def sft(directory: Path, args: TrakConfig, *, kind: str, **options: Any) -> Trak
         **{"max_length": None, **options},
     )  # fmt: skip
     trainer = trl.SFTTrainer(llama(), args=own, train_dataset=rows(kind), processing_class=words)
-    return TrakAttributor.from_trainer(trainer, args)
+    return of_trainer(trainer, args)
 
 
 def sft_of_images(directory: Path, args: TrakConfig) -> TrakAttributor:
@@ -53,7 +54,7 @@ def sft_of_images(directory: Path, args: TrakConfig) -> TrakAttributor:
     model = vlm("qwen2_vl")
     model.config.pad_token_id = 0
     trainer = trl.SFTTrainer(model, args=own, train_dataset=conversations(6), processing_class=processor_of_words())
-    return TrakAttributor.from_trainer(trainer, args)
+    return of_trainer(trainer, args)
 
 
 SFT = (

@@ -9,7 +9,8 @@ import transformers as hf
 from datasets import Dataset
 
 from ecosystem_cases.case import CLASSES, VOCABULARY, EcosystemCase, token_rows, tokenizer
-from hf_trak import TrakAttributor, TrakConfig
+from ecosystem_cases.truth import of_trainer
+from hf_trak import TrakConfig
 
 ROWS = 6
 BERT: dict[str, Any] = {
@@ -56,7 +57,7 @@ def trained(directory: Path, args: TrakConfig, *, model: Any, rows: Any, collato
         model(), own, collator() if collator else None, given,
         processing_class=tokenizer() if "input_ids" in given.column_names else None,
     )  # fmt: skip
-    return TrakAttributor.from_trainer(trainer, args, task=task)
+    return of_trainer(trainer, args, task=task)
 
 
 def images() -> Dataset:
@@ -98,8 +99,7 @@ TASKS = (
     case("run_glue: classes of texts, dynamic padding", partial(bert, "SequenceClassification"), "class", PADDING),
     case(
         "run_glue: STS-B, a number for each text",
-        partial(bert, "SequenceClassification", num_labels=1), "number", PADDING, "`task=\"regression\"`",
-        "regression",
+        partial(bert, "SequenceClassification", num_labels=1), "number", PADDING,
     ),
     case(
         "several labels for each text",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ecosystem_cases.case import EcosystemCase, token_rows, tokenizer
 from ecosystem_cases.language import llama
+from ecosystem_cases.truth import of_model, with_truth
 from hf_trak import TrakAttributor, TrakConfig
 
 Named = namedtuple("Named", ["input_ids", "attention_mask", "labels"])
@@ -38,7 +39,7 @@ def collate(given: list[Any]) -> Any:
 
 
 def wrapped(directory: Path, args: TrakConfig, *, wrap: Any) -> TrakAttributor:
-    return TrakAttributor(wrap(llama()), args, train_dataset=rows(), data_collator=collate, task="causal_lm")
+    return of_model(wrap(llama()), args, rows(), collate, task="causal_lm")
 
 
 def batched(directory: Path, args: TrakConfig, *, kind: Any) -> TrakAttributor:
@@ -46,12 +47,14 @@ def batched(directory: Path, args: TrakConfig, *, kind: Any) -> TrakAttributor:
         batch = collate(given)
         return kind(batch["input_ids"], batch["attention_mask"], batch["labels"])
 
-    return TrakAttributor(llama(), args, train_dataset=rows(), data_collator=own, task="causal_lm")
+    made = TrakAttributor(llama(), args, train_dataset=rows(), data_collator=own, task="causal_lm")
+    return with_truth(made, of_model(made.model, args, rows(), collate, task="causal_lm").loss_of)
 
 
 def looped(directory: Path, args: TrakConfig) -> TrakAttributor:
     model, loader = Accelerator(cpu=True).prepare(llama(), DataLoader(rows(), 2, shuffle=True, collate_fn=collate))
-    return TrakAttributor(model, args, dataloader=loader, task="causal_lm")
+    made = TrakAttributor(model, args, dataloader=loader, task="causal_lm")
+    return with_truth(made, of_model(made.model, args, rows(), collate, task="causal_lm").loss_of)
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
@@ -75,7 +78,7 @@ def lightning(directory: Path, args: TrakConfig) -> TrakAttributor:
         def forward(self, **batch: Any) -> Any:
             return self.model(**batch)
 
-    return TrakAttributor(Module().eval().model, args, train_dataset=rows(), data_collator=collate, task="causal_lm")
+    return of_model(Module().eval().model, args, rows(), collate, task="causal_lm")
 
 
 WRAPPED = (

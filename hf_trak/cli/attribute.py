@@ -27,9 +27,11 @@ from hf_trak.cli.parser import (
 from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
 from hf_trak.methods import Exact, Rerank, check_best_rows
+from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
+from hf_trak.scores.spans import Span
 from hf_trak.store.atomic import safe_name
 
 
@@ -37,13 +39,22 @@ from hf_trak.store.atomic import safe_name
 class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
-    index: str | None = field(
-        default=None, metadata={"help": "Published index, a repo or a directory, to use instead of training rows."}
-    )
+    index: str | None = field(default=None, metadata={"help": "Published index, in place of training rows."})
     top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
     group_by: str | None = field(
         default=None,
         metadata={"help": "Score the mean of each group of targets: a column, or `all` for one group of all targets."},
+    )
+    predict: bool = field(
+        default=False,
+        metadata={"help": "Score the model's own class or answer, not the labels."},
+    )
+    max_new_tokens: int = field(
+        default=64, metadata={"help": "Tokens to write at most, for `--predict` with a language model."}
+    )
+    words: str | None = field(
+        default=None,
+        metadata={"help": "Score one word of what each target says."},
     )
     all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
     name: str = field(
@@ -59,8 +70,9 @@ class RunArguments(MethodArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         safe_name(self.name, "name")
-        if self.top_k < 1:
-            raise ValueError(f"`top_k` is {self.top_k}. Expected at least 1.")
+        for name in ("top_k", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"`{name}` is {value}. Expected at least 1.")
         check_best_rows(self.chosen(), None if self.all_scores else self.top_k, "target")
 
 
@@ -102,7 +114,11 @@ def run(argv: Sequence[str]) -> None:
         if saved:
             remember(built, model_args, data, write=False)
     attributor = built.attributor
-    rows = built.preparation.prepare(stored)
+    rows = built.preparation.prepare(stored, labelled=not wanted.predict)
+    if wanted.predict:
+        classifies = isinstance(attributor.task, ClassificationModelOutput)
+        written = {} if classifies else {"max_new_tokens": wanted.max_new_tokens}
+        rows = attributor.predict(rows, **written)
     top_k = None if wanted.all_scores else wanted.top_k
     scored = attributor.attribute(
         rows,
@@ -111,6 +127,7 @@ def run(argv: Sequence[str]) -> None:
         checkpoints=model_args.checkpoints,
         method=method,
         group_by=wanted.group_by,
+        part=None if wanted.words is None else Span(words=wanted.words),
     )
     last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
@@ -121,6 +138,8 @@ def run(argv: Sequence[str]) -> None:
         "dataset": data.dataset_name,
         "target_dataset": targets.eval_dataset_name or data.dataset_name,
         **({} if wanted.group_by is None else {"groups of targets": wanted.group_by}),
+        **({} if wanted.words is None else {"part of targets": wanted.words}),
+        **built.preparation.columns.given(),
         **last.facts(features),
     }
     if wanted.all_scores:

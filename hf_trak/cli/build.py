@@ -19,7 +19,7 @@ from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.methods import AnyMethod, Exact, Index, MethodName, Replay, Rerank
-from hf_trak.modelout_functions import infer_task
+from hf_trak.modelout_functions import get_task, infer_task
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import write_sealed
 
@@ -102,6 +102,8 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
     if name is None or training is None:
         missing = [f"--{n}" for n, v in (("model", name), ("train_dataset", training)) if v is None]
         raise ValueError(f"{' and '.join(missing)} missing. Expected the model and the rows it was trained on.")
+    if model_args.task is not None:
+        get_task(model_args.task)  # which knows its name
     model = load_model(name, model_args.model_revision, model_args.task)
     task = model_args.task or infer_task(model)
     rows = load_rows(training, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples)
@@ -230,7 +232,7 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
     """Load the targets as they are stored.
 
     Raises:
-        ValueError: no rows are named.
+        ValueError: no rows are named, or the training rows alone.
         Exception: any error of loading them.
     """
     name = targets.eval_dataset_name or data.dataset_name
@@ -239,8 +241,9 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
     config_name = targets.eval_dataset_config_name
     if targets.eval_dataset_name is None:
         config_name = config_name or data.dataset_config_name
+    own = targets.eval_dataset_name is None
     preferred = ("test", "validation")
-    return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples)
+    return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples, held_out=own)
 
 
 def remember(built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True) -> None:
@@ -257,7 +260,11 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
     attributor = built.attributor
     processor = built.preparation.processing_class
     given = {
-        "arguments": {**dataclasses.asdict(model_args), **dataclasses.asdict(data)},
+        "arguments": {
+            **dataclasses.asdict(model_args),
+            **dataclasses.asdict(data),
+            **built.preparation.columns.given(),
+        },
         "processing": _settings(processor),
         "trak": attributor.args.to_dict(),
     }

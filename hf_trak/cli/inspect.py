@@ -89,12 +89,14 @@ def _records() -> dict[str, RecordCheck]:
     from hf_trak.evaluation.bank import verify_bank
     from hf_trak.evaluation.retraining_files import verify_retraining
     from hf_trak.report.run_record import verify_run
+    from hf_trak.scores.search import verify_search
     from hf_trak.trajectory.record import verify_record
     from hf_trak.traker.savers.check import check_run
 
     return {
         f"**/{FeatureStore.CONFIG_FILE}": verify_store,
         "**/curvature/*/curvature.json": verify_curvature,
+        "**/search.json": verify_search,
         "metadata.json": check_run,
         "retraining.json": verify_retraining,
         "bank.json": verify_bank,

@@ -46,7 +46,8 @@ _SETTINGS = ("output_dir", "proj_dim", "feature_dtype", "curvature", "per_device
 _RARE = (
     "model_revision", "dataset_config_name", "train_split", "max_train_samples", "max_length", "text_columns",
     "image_column", "label_column", "eval_dataset_config_name", "eval_split", "max_eval_samples", "first_pass_bytes",
-    "candidates", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part", "num_processes",
+    "candidates", "max_new_tokens", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part",
+    "num_processes",
 )  # fmt: skip
 
 """Other arguments that `--help all` alone prints."""
@@ -430,7 +431,8 @@ class ColumnArguments:
     """The columns of a dataset."""
 
     text_columns: list[str] | None = field(
-        default=None, metadata={"help": "One or two columns of text. By default those of text type."}
+        default=None,
+        metadata={"help": "Columns of text, two for pairs. By default those whose names leave no choice."},
     )
     image_column: str | None = field(default=None, metadata={"help": "Column of images. By default the only one."})
     label_column: str | None = field(

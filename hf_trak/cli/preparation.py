@@ -4,19 +4,22 @@ Tokens and labels become columns, so that the fingerprint of a dataset covers ho
 pixels when rows are read. Text columns stay, for the report.
 """
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from datasets import ClassLabel, Dataset, DatasetDict, Image
+from datasets import ClassLabel, Dataset, DatasetDict
 from huggingface_hub import constants
 from jinja2 import TemplateError
 from transformers import DataCollatorForTokenClassification
 
 from hf_trak.cli.parser import DataArguments
+from hf_trak.data.columns import LABELS, ColumnsRead, image_column, is_text, label_column, text_columns
 from hf_trak.data.image_text import ImageTextCollator
 from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
 from hf_trak.errors import HubAccessError
@@ -151,8 +154,6 @@ _TEXT_TASKS = ("text_classification", "regression", "multi_label_classification"
 
 _PAIR_TASKS = ("clip", "siglip")
 
-_LABELS = ("labels", "label")
-
 _LABELLED = (
     *_IMAGE_TASKS, *_TEXT_TASKS, "audio_classification", "masked_lm", "seq2seq_lm", "token_classification",
     "question_answering",
@@ -163,15 +164,23 @@ _LABELLED = (
 
 @dataclass
 class Preparation:
-    """The preparation of rows for one model and task."""
+    """The preparation of rows for one model and task.
 
-    prepare: Callable[[Dataset], Dataset]
+    Attributes:
+        prepare: prepares rows, or with `labelled=False` rows for `predict`, whose labels are not looked at.
+        collator: the data collator, if it is not the default.
+        processing_class: the tokenizer or processor.
+        columns: the columns that are read.
+    """
+
+    prepare: Callable[..., Dataset]
     collator: Any = None
     processing_class: Any = None
+    columns: ColumnsRead = field(default_factory=ColumnsRead)
 
 
 def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
-    """Choose the preparation of training rows and targets for a task.
+    """Choose the preparation of training rows and targets for a task, and print which columns are read.
 
     Args:
         model: the model, whose config names the labels.
@@ -183,32 +192,45 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
     Raises:
         ValueError: a required column is missing, or the user must prepare rows for this task.
     """
+    found = _chosen(model, task, rows, args, name, revision)
+    if int(os.environ.get("RANK", "0")) == 0:
+        read = str(found.columns) or ", ".join(name for name in (*READY, *LABELS) if name in rows.column_names)
+        print(f"Columns read: {read}", file=sys.stderr)
+    return found
+
+
+def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
     if any(column in rows.column_names for column in READY):
         return _ready(task, rows, name, revision)
     if task in _IMAGE_TASKS:
-        column = args.image_column or _image_column(rows)
-        label = _label_column(rows, args)
+        column = image_column(rows.features, args.image_column)
+        label = label_column(rows.features, args.label_column)
         processor = load_image_processor(name, revision)
 
         def pixels(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
             images = [_as_rgb(image, column) for image in batch[column]]
-            return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["labels"]}
+            made = {"pixel_values": processor(images, return_tensors="pt")["pixel_values"]}
+            return {**made, **{name: batch[name] for name in ("labels",) if name in batch}}
 
-        def prepare(data: Dataset) -> Dataset:
-            return _with_labels(_with_columns(data, [column, label]), label, model).with_transform(pixels)
+        def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+            if not labelled:
+                return _with_columns(data, [column]).map(pixels, batched=True, desc="Reading images")
+            return _with_labels(_with_columns(data, [column], [label]), label, model).with_transform(pixels)
 
-        return Preparation(prepare, None, processor)
+        return Preparation(prepare, None, processor, ColumnsRead(None, column, label))
     if task in _PAIR_TASKS:
-        image, text = args.image_column or _image_column(rows), _text_columns(rows, args)[0]
+        image = image_column(rows.features, args.image_column)
+        (text,) = text_columns(rows.features, task, args.text_columns)
         processor = load_processor(name, revision)
         pairs = ImageTextCollator(image, text, processor=processor)
-        return Preparation(lambda data: _with_columns(data, [image, text]), pairs, processor)
+        read = ColumnsRead([text], image)
+        return Preparation(lambda data, labelled=True: _with_columns(data, [image, text]), pairs, processor, read)
     if task in _TEXT_TASKS or task in ("causal_lm", "masked_lm"):
         tokenizer = load_tokenizer(name, revision)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if task in _TEXT_TASKS:
-            return _classified(model, tokenizer, rows, args)
+            return _classified(model, task, tokenizer, rows, args)
         return _language(task, tokenizer, rows, args)
     raise ValueError(
         f"Rows for the task {task!r} have to be prepared beforehand: they have the columns {rows.column_names}. "
@@ -226,8 +248,9 @@ def _as_rgb(image: Any, column: str) -> Any:
 def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
     """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them."""
 
-    def prepare(data: Dataset) -> Dataset:
-        _check_label_columns(task, data)
+    def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+        if labelled:
+            _check_label_columns(task, data)
         return data
 
     if "input_ids" not in rows.column_names:
@@ -242,7 +265,7 @@ def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
 def _check_label_columns(task: str, rows: Dataset) -> None:
     """Refuse rows without the labels that a task reads. Causal language models need none beside their tokens."""
     answers = task == "question_answering"
-    expected = ENDS if answers else _LABELS
+    expected = ENDS if answers else LABELS
     found = [name for name in expected if name in rows.column_names]
     if task in _LABELLED and len(found) < (len(ENDS) if answers else 1):
         raise ValueError(
@@ -251,12 +274,15 @@ def _check_label_columns(task: str, rows: Dataset) -> None:
         )
 
 
-def _with_columns(data: Dataset, names: Sequence[str]) -> Dataset:
+def _with_columns(data: Dataset, names: Sequence[str], answers: Sequence[str] = ()) -> Dataset:
     """Return rows, training rows or targets, after making sure that they have the columns that were chosen."""
-    if missing := [name for name in names if name not in data.column_names]:
+    if missing := [name for name in (*names, *answers) if name not in data.column_names]:
+        remedy = "Rename the columns of one of them."
+        if not set(missing) & set(names):
+            remedy = "Add them, or give `--predict` to attribute what the model itself says."
         raise ValueError(
             f"The rows have the columns {data.column_names}, and not {missing}, which the training rows have. "
-            "Expected the same columns in training rows and targets. Rename the columns of one of them."
+            f"Expected the same columns in training rows and targets. {remedy}"
         )
     return data
 
@@ -267,43 +293,48 @@ def _collator(tokenizer: Any, rows: Dataset) -> Any:
     return DataCollatorForTokenClassification(tokenizer) if listed else None
 
 
-def _classified(model: Any, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
-    texts, label = _text_columns(rows, args)[:2], _label_column(rows, args)
+def _classified(model: Any, task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
+    label = label_column(rows.features, args.label_column)
+    texts = text_columns(rows.features, task, args.text_columns, label)
 
     def tokens(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         columns = [list(batch[column]) for column in texts]
         return dict(tokenizer(*columns, truncation=True, max_length=args.max_length))
 
-    def prepare(data: Dataset) -> Dataset:
-        return _with_labels(_with_columns(data, [*texts, label]), label, model).map(
-            tokens, batched=True, desc="Tokenizing"
-        )
+    def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+        data = _with_columns(data, texts, [label] if labelled else ())
+        data = _with_labels(data, label, model) if labelled else data
+        return data.map(tokens, batched=True, desc="Tokenizing")
 
-    return Preparation(prepare, None, tokenizer)
+    return Preparation(prepare, None, tokenizer, ColumnsRead(texts, None, label))
 
 
 def _language(task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
-    chat = task == "causal_lm" and "messages" in rows.column_names
-    completion = task == "causal_lm" and {"prompt", "completion"} <= set(rows.column_names)
-    text = "" if chat or completion else _text_columns(rows, args)[0]
+    columns = text_columns(rows.features, task, args.text_columns)
+    chat, completion = not is_text(rows.features[columns[0]]) and len(columns) == 1, len(columns) == 2
 
     def tokens(row: Mapping[str, Any]) -> dict[str, Any]:
+        first = row[columns[0]]
         if chat:
-            found = _chat_tokens(row["messages"], tokenizer, args.max_length)
-        elif completion:
-            found = tokenize_prompt_completion(row["prompt"], row["completion"], tokenizer, args.max_length)
-        else:
-            offsets = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
-            found = dict(tokenizer(row[text], truncation=True, max_length=args.max_length, **offsets))
-            if task == "masked_lm":
-                found |= mask_tokens(found["input_ids"], tokenizer)
-            else:
-                found["labels"] = list(found["input_ids"])
-        return found
+            return _chat_tokens(first, tokenizer, args.max_length)
+        if completion:
+            return tokenize_prompt_completion(first, row[columns[1]], tokenizer, args.max_length)
+        offsets = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+        found = dict(tokenizer(first, truncation=True, max_length=args.max_length, **offsets))
+        if task == "masked_lm":
+            return found | mask_tokens(found["input_ids"], tokenizer)
+        return {**found, "labels": list(found["input_ids"])}
 
-    collator = DataCollatorForTokenClassification(tokenizer)
-    needed = ["messages"] if chat else ["prompt", "completion"] if completion else [text]
-    return Preparation(lambda data: _with_columns(data, needed).map(tokens, desc="Tokenizing"), collator, tokenizer)
+    def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+        data = _with_columns(data, columns[:1], columns[1:] if labelled else ())
+        if labelled:
+            return data.map(tokens, desc="Tokenizing")
+        asked = "messages" if chat else "prompt" if completion else "text"
+        others = [name for name in ("messages", "prompt", "text") if name in data.column_names and name != columns[0]]
+        data = data.remove_columns(others)
+        return data if columns[0] == asked else data.rename_column(columns[0], asked)
+
+    return Preparation(prepare, DataCollatorForTokenClassification(tokenizer), tokenizer, ColumnsRead(columns))
 
 
 def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[str, Any]:
@@ -316,42 +347,6 @@ def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[
             f"{error}). Expected roles and contents that it accepts. Change the rows, or name another model."
         ) from error
     return found
-
-
-def _text_columns(rows: Dataset, args: DataArguments) -> list[str]:
-    if args.text_columns:
-        return _existing(rows, args.text_columns, "text_columns")
-    skipped = {"id", "idx", "label", "labels", args.label_column}
-    found = [
-        name
-        for name, feature in rows.features.items()
-        if getattr(feature, "dtype", None) in ("string", "large_string") and name not in skipped
-    ]
-    if not found or len(found) > 2:
-        raise ValueError(f"The columns of text are {found} among {rows.column_names}. Choose with `text_columns`.")
-    return found
-
-
-def _image_column(rows: Dataset) -> str:
-    found = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
-    if len(found) != 1:
-        raise ValueError(f"The columns of images are {found} among {rows.column_names}. Choose with `image_column`.")
-    return found[0]
-
-
-def _label_column(rows: Dataset, args: DataArguments) -> str:
-    if args.label_column:
-        return _existing(rows, [args.label_column], "label_column")[0]
-    found = next((name for name in _LABELS if name in rows.column_names), None)
-    if found is None:
-        raise ValueError(f"There is no column of {list(_LABELS)} among {rows.column_names}. Set `label_column`.")
-    return found
-
-
-def _existing(rows: Dataset, names: Sequence[str], argument: str) -> list[str]:
-    if missing := [name for name in names if name not in rows.column_names]:
-        raise ValueError(f"`{argument}` names {missing}. Expected some of {rows.column_names}.")
-    return list(names)
 
 
 def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
@@ -376,7 +371,12 @@ _BUILDERS = {
 
 
 def load_rows(
-    name: str, config_name: str | None, split: str | None, preferred: tuple[str, ...], limit: int | None
+    name: str,
+    config_name: str | None,
+    split: str | None,
+    preferred: tuple[str, ...],
+    limit: int | None,
+    held_out: bool = False,
 ) -> Dataset:
     """Load one split.
 
@@ -386,11 +386,12 @@ def load_rows(
         split: name of the split. By default the only one, or the first of `preferred` that exists.
         preferred: names of splits.
         limit: number of rows to take, evenly spaced. By default all.
+        held_out: refuse rows that are the training rows, unless their split is named.
 
     Raises:
         FileNotFoundError: the name is a path that does not exist.
-        ValueError: the split does not exist, or is not given and cannot be chosen; a file is damaged or of an unknown
-            kind; or there are no rows.
+        ValueError: there are no other rows than the training rows; the split does not exist, or is not given and
+            cannot be chosen; a file is damaged or of an unknown kind; or there are no rows.
     """
     path = Path(name)
     if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -402,6 +403,12 @@ def load_rows(
     else:
         check_exists(path, name, "dataset", tuple(_BUILDERS))
         splits = load_dataset(name, config_name)
+    if held_out and split is None and (isinstance(splits, Dataset) or not set(preferred) & set(splits)):
+        there = "no splits" if isinstance(splits, Dataset) else f"the splits {list(splits)}"
+        raise ValueError(
+            f"No targets are given, and {name!r} has {there}: the training rows would be scored against themselves. "
+            "Expected rows to explain. Name them with `--eval_dataset`, or their split with `--eval_split`."
+        )
     if isinstance(splits, Dataset):
         if split is not None:
             raise ValueError(f"`split` is {split!r}, but {name!r} has no splits. Leave the split out.")

@@ -15,7 +15,9 @@ class PushArguments:
 
     output_dir: str = field(metadata={"help": "Directory of the index; may stand first."})
     repo_id: str = field(metadata={"help": "Dataset repo, `user/name`; created unless it exists."})
-    private: bool = field(default=False, metadata={"help": "Make the repo private if it is created."})
+    private: bool = field(
+        default=True, metadata={"help": "Create a private repo, and refuse a public one; --no_private for everyone."}
+    )
     revision: str | None = field(default=None, metadata={"help": "Branch. By default the main one."})
     create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead of committing."})
     model_name: str | None = field(default=None, metadata={"help": "Model repo that the index belongs to."})
@@ -29,7 +31,10 @@ class PushArguments:
     lds: float | None = field(
         default=None, metadata={"help": "Linear datamodeling score of the index, if it was measured."}
     )
-    space: bool = field(default=False, metadata={"help": "Publish the viewer, too, as a Space of the same name."})
+    space: str | None = field(
+        default=None,
+        metadata={"help": "Wheel of hf_trak with which the viewer is also published, as a Space of the same name."},
+    )
 
 
 def run(argv: Sequence[str]) -> None:
@@ -62,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
         store,
         args.repo_id,
         settings=settings,
-        private=args.private or None,
+        private=args.private,
         revision=args.revision,
         create_pr=args.create_pr,
         model_name=args.model_name,
@@ -77,16 +82,16 @@ def run(argv: Sequence[str]) -> None:
 
         scored = AttributionRun.load(args.scores).scored
         pushed = push_scores(
-            scored, args.repo_id, private=args.private or None, revision=args.revision, index=args.repo_id,
+            scored, args.repo_id, private=args.private, revision=args.revision, index=args.repo_id,
             model_name=args.model_name,
         )  # fmt: skip
         content["scores_commit"] = pushed.oid
     lines = [f"Published: {commit.commit_url}"]
-    if args.space:
+    if args.space is not None:
         from hf_trak.hub.space import push_space
 
         columns = {name: saved.get(name) for name in ("text_columns", "image_column", "label_column", "max_length")}
-        viewer = push_space(args.repo_id, private=args.private or None, task=saved.get("task"), **columns)
+        viewer = push_space(args.repo_id, args.space, private=args.private, task=saved.get("task"), **columns)
         content["space_url"] = viewer.repo_url.url
         lines.append(f"Viewer: {viewer.repo_url.url}")
     answer(content, lines, output.json)

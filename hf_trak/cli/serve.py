@@ -22,6 +22,7 @@ from hf_trak.modelout_functions import infer_task
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.run_record import find_run
 from hf_trak.store.store import FeatureStore
+from hf_trak.viewer.app import require_gradio
 from hf_trak.viewer.index_session import IndexSession
 from hf_trak.viewer.run_session import RunSession
 from hf_trak.viewer.server import serve
@@ -60,12 +61,15 @@ class ServeArguments:
 
 def run(argv: Sequence[str]) -> None:
     """Serve the page until the process is interrupted."""
+    require_gradio()
     session, args, as_json = opened(argv)
     port = int(os.environ.get("GRADIO_SERVER_PORT") or args.port)
-    app = serve(session, args.host, port, block=False)
-    content = {"url": app.local_url, "train_rows": session.rows.count}
-    answer(content, [f"The viewer is at {app.local_url} (Ctrl-C ends it)."], as_json)
-    app.block_thread()
+
+    def started(url: str) -> None:
+        content = {"url": url, "train_rows": session.rows.count}
+        answer(content, [f"The viewer is at {url} (Ctrl-C ends it)."], as_json)
+
+    serve(session, args.host, port, started=started)
 
 
 def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.curvature import Curvature, inverse
+from hf_trak.curvature.curvature import Curvature, damping_of, inverse
 from hf_trak.gradient_computers.gauss_newton import ProductForm
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 
 Reason = Literal["running", "tolerance", "steps", "stagnation", "negative curvature", "zero gradient"]
@@ -171,19 +172,20 @@ def summary(targets: Sequence[RefinedTarget]) -> str:
 
 
 def damping_terms(curvature: Curvature, damping: float) -> Tensor:
-    """Return D, the damping of every parameter, c · mean Λ of its block: `(P,)`, float64. Blocks without curvature,
-    which have no part in scores, have 0."""
+    """Return D, the damping of every parameter, d of its block: `(P,)`, float64. Blocks without curvature, which have
+    no part in scores, have 0."""
     terms = torch.zeros(1, curvature.numel, dtype=torch.float64)
     for block, values in zip(curvature.blocks.kronecker, curvature.kronecker, strict=True):
-        block.put(_terms(values.eigenvalues, damping).expand(1, *block.shape), terms)
+        block.put(_terms(values.eigenvalues, damping, curvature.floor).expand(1, *block.shape), terms)
     for one, squares in zip(curvature.blocks.diagonal, curvature.diagonal, strict=True):
-        terms[0, one.start : one.start + one.numel] = _terms(squares, damping)
+        terms[0, one.start : one.start + one.numel] = _terms(squares, damping, curvature.floor)
     return terms[0]
 
 
-def _terms(eigenvalues: Tensor, damping: float) -> Tensor:
-    mean = damping * eigenvalues.double().mean()
-    return mean if bool(inverse(eigenvalues, damping).any()) else torch.zeros_like(mean)
+def _terms(eigenvalues: Tensor, damping: float, floor: float) -> Tensor:
+    if bool(inverse(eigenvalues, damping, floor).any()):
+        return damping_of(eigenvalues, damping, floor)
+    return torch.zeros((), dtype=torch.float64)
 
 
 def dots(left: Tensor, right: Tensor) -> Tensor:
@@ -203,6 +205,7 @@ curvature between layers, too, and so many more directions that a sample of rows
 DEFAULT_TOLERANCE = 0.05
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Refinement:
     """The settings of refined targets: the system (C + D) x = g and how far it is solved.

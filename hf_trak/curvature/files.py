@@ -7,10 +7,12 @@
       progress/                         sums of the passes over parts of the sample, until the curvature is complete
 
 All files are written atomically, checked against a checksum when they are read, and say what they were computed from.
+That of a block names its number and its parameter, since another block may have the same shape.
 """
 
-import shutil
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.atomic import differing, remove_stale_temporaries
+from hf_trak.store.lease import Lease
 from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
-from hf_trak.store.shards import Finding, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import Finding, Identity, TensorSpec, read_header, read_tensors, write_tensors
 
 CURVATURE_FILE = "curvature.json"
 
@@ -30,6 +33,42 @@ CURVATURE_FILE = "curvature.json"
 _REMEDY = "Delete the directory and fit the curvature again."
 
 _VALUES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """The file of a Kronecker block, or of all diagonal blocks.
+
+    Attributes:
+        name: its name.
+        identity: what it says of itself.
+        specs: its tensors.
+    """
+
+    name: str
+    identity: Identity
+    specs: Mapping[str, TensorSpec]
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any], blocks: CurvatureBlocks, index: int | None) -> "BlockFile":
+        """Describe the file of Kronecker block `index`; `None` for that of all diagonal blocks.
+
+        Args:
+            identity: the identity of the curvature.
+            blocks: its blocks.
+            index: number of the block.
+        """
+        own = {"blocks": blocks.digest, "curvature": content_digest(identity)}
+        if index is None:
+            specs = {f"{i:05d}": TensorSpec((one.numel,), _VALUES) for i, one in enumerate(blocks.diagonal)}
+            return cls("diagonal.safetensors", {**own, "part": "diagonal"}, specs)
+        block = blocks.kronecker[index]
+        rows, columns = block.shape
+        specs = {"eigenvalues": TensorSpec((rows, columns), _VALUES)}
+        if identity["kind"] != "diagonal":
+            specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
+            specs["right_basis"] = TensorSpec((columns, columns), _VALUES)
+        return cls(f"block-{index:05d}.safetensors", {**own, "part": f"{index}: {block.name}"}, specs)
 
 
 class CurvatureFiles:
@@ -45,6 +84,7 @@ class CurvatureFiles:
         self.identity = dict(identity)
         self.digest = content_digest(self.identity)
         self._own = {"curvature": self.digest}
+        self._lease: Lease | None = None
 
     # -- the finished curvature --------------------------------------------------------------------------------------
 
@@ -75,15 +115,15 @@ class CurvatureFiles:
         """
         if self.saved() is None:
             return False
-        if self.progress.exists():
-            shutil.rmtree(self.progress, ignore_errors=True)
+        if self.progress.exists() and os.access(self.progress, os.W_OK):
+            Lease(self.progress).end(remove=True)
         return True
 
     def write(self, blocks: CurvatureBlocks, rows: int, statistics: Mapping[str, Any]) -> None:
-        """Write the record, which makes the curvature complete, and remove what only a resumed fit needs."""
+        """Write the record, which makes the curvature complete, and remove what only an unfinished fit needs."""
         content = {"identity": self.identity, "blocks": blocks.to_json(), "rows": rows, **statistics}
         write_sealed(self.directory / CURVATURE_FILE, content)
-        shutil.rmtree(self.progress, ignore_errors=True)
+        self.release(remove=True)
 
     def read(
         self, chosen: Callable[[CurvatureBlocks], tuple[Collection[int], Collection[int]]] | None = None
@@ -109,55 +149,45 @@ class CurvatureFiles:
             (range(len(blocks.kronecker)), range(len(blocks.diagonal))) if chosen is None else chosen(blocks)
         )
         for index, (block, count) in enumerate(zip(blocks.kronecker, counts, strict=True)):
-            rows, columns = block.shape
             if index not in held:
-                kronecker.append(KroneckerValues(None, torch.empty(rows, columns, device="meta"), count))
+                kronecker.append(KroneckerValues(None, torch.empty(block.shape, device="meta"), count))
                 continue
-            specs = {"eigenvalues": TensorSpec((rows, columns), _VALUES)}
-            if kind != "diagonal":
-                specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
-                specs["right_basis"] = TensorSpec((columns, columns), _VALUES)
-            found = self._read(self.block_path(index), specs)
+            found = self._read(BlockFile.of(self.identity, blocks, index))
             bases = None if kind == "diagonal" else (found["left_basis"], found["right_basis"])
             kronecker.append(KroneckerValues(bases, found["eigenvalues"], count))
-        names = {f"{index:05d}": TensorSpec((blocks.diagonal[index].numel,), _VALUES) for index in held_numbers}
-        found = self._read(self.diagonal_path, names) if names else {}
+        found = self._read(BlockFile.of(self.identity, blocks, None)) if held_numbers else {}
         diagonal = tuple(
             found[f"{index:05d}"] if index in held_numbers else torch.empty(block.numel, device="meta")
             for index, block in enumerate(blocks.diagonal)
         )
-        return Curvature(kind, blocks, tuple(kronecker), diagonal, content["rows"], content_digest(content))
+        return Curvature(
+            kind, blocks, tuple(kronecker), diagonal, content["rows"], content_digest(content), content["scale"]
+        )
 
-    def _read(self, path: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    def _read(self, file: BlockFile) -> dict[str, Tensor]:
         try:
-            return read_tensors(path, self._own, specs)
+            return read_tensors(self.directory / file.name, file.identity, file.specs)
         except StoreError as error:
             raise StoreError(
-                f"The curvature in {self.directory} is damaged: {path.name} is missing or not as it was written. "
+                f"The curvature in {self.directory} is damaged: {file.name} is missing or not as it was written. "
                 f"Expected all its files. {_REMEDY}"
             ) from error
 
-    def block_path(self, index: int) -> Path:
-        """Return the file of a Kronecker block."""
-        return self.directory / f"block-{index:05d}.safetensors"
-
-    @property
-    def diagonal_path(self) -> Path:
-        """Return the file of all diagonal blocks."""
-        return self.directory / "diagonal.safetensors"
-
-    def write_block(self, index: int, eigenvalues: Tensor, bases: tuple[Tensor, Tensor] | None) -> None:
+    def write_block(
+        self, blocks: CurvatureBlocks, index: int, eigenvalues: Tensor, bases: tuple[Tensor, Tensor] | None
+    ) -> None:
         """Write one Kronecker block."""
         tensors = {"eigenvalues": eigenvalues}
         if bases is not None:
             tensors |= {"left_basis": bases[0], "right_basis": bases[1]}
-        write_tensors(self.block_path(index), tensors, self._own)
+        file = BlockFile.of(self.identity, blocks, index)
+        write_tensors(self.directory / file.name, tensors, file.identity)
 
-    def write_diagonal(self, values: list[Tensor]) -> None:
+    def write_diagonal(self, blocks: CurvatureBlocks, values: list[Tensor]) -> None:
         """Write all diagonal blocks."""
         if values:
-            tensors = {f"{index:05d}": value for index, value in enumerate(values)}
-            write_tensors(self.diagonal_path, tensors, self._own)
+            file = BlockFile.of(self.identity, blocks, None)
+            write_tensors(self.directory / file.name, dict(zip(file.specs, values, strict=True)), file.identity)
 
     # -- what a fit leaves on its way --------------------------------------------------------------------------------
 
@@ -167,15 +197,28 @@ class CurvatureFiles:
         return self.directory / "progress"
 
     def prepare(self) -> None:
-        """Remove what dead processes and fits of another identity have left."""
-        path = self.progress / "identity.json"
+        """Begin, or go on. Remove what dead processes and fits of another identity have left.
+
+        Raises:
+            StoreError: a fit of another identity is running.
+        """
+        path, self._lease = self.progress / "identity.json", Lease(self.progress)
         if path.exists() and read_sealed(path, _REMEDY).get("digest") != self.digest:
-            shutil.rmtree(self.progress)
-        self.progress.mkdir(parents=True, exist_ok=True)
+            if not self.release(remove=True):
+                raise StoreError(
+                    f"A fit with other settings is running in {self.directory}. Expected one at a time. Wait for it, "
+                    "or use another output directory."
+                )
+            self._lease = Lease(self.progress)
         remove_stale_temporaries(self.progress)
         remove_stale_temporaries(self.directory)
         if not path.exists():
             write_sealed(path, {"digest": self.digest})
+
+    def release(self, remove: bool = False) -> bool:
+        """End the use of the directory of unfinished work, see [`Lease.end`]."""
+        lease, self._lease = self._lease, None
+        return lease is not None and lease.end(remove)
 
     def read_blocks(self) -> CurvatureBlocks | None:
         """Read the division that the fit has come to so far."""

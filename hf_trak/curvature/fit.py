@@ -30,7 +30,7 @@ from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide, eigenbasis, even_in_null_spaces
 from hf_trak.curvature.owner_maps import BlockOwners, ExchangingSink
 from hf_trak.curvature.sums import BasisSums, SquareSums, sides
-from hf_trak.errors import NonFiniteError
+from hf_trak.errors import NonFiniteError, StoreError
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -121,8 +121,11 @@ class CurvatureFit:
             PeerProcessError: another process failed or died.
         """
         if not self.processes.broadcast_from_main(self.files.finished):
-            self.processes.broadcast_from_main(self.files.prepare)
-            self._conclude(self._passes())
+            try:
+                self.processes.broadcast_from_main(self.files.prepare)
+                self._conclude(self._passes())
+            finally:
+                self.files.release()
         with self.processes.all_or_none():
             return self.files.read(chosen)
 
@@ -196,15 +199,15 @@ class CurvatureFit:
         first = self.plan.first_basis_parts
         if self.plan.kind != "ekfac":
             return first
-        counts = self._counts(blocks, len(first))
+        counts = map(int, self._counts(blocks, len(first)))
         longer = [max(block.shape) for block in blocks.kronecker]
         counted = sum(map(len, first))
         needed = rows_needed(counted, list(zip(longer, counts, strict=True)), len(self.plan.rows))
         return [*first, *self.plan.further_basis_parts(needed)]
 
-    def _counts(self, blocks: CurvatureBlocks, parts: int) -> list[int]:
+    def _counts(self, blocks: CurvatureBlocks, parts: int) -> list[float]:
         """Add up the positions behind every basis over the first parts."""
-        return self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), parts).long().tolist()
+        return self._summed(blocks, "bases", "counts", (len(blocks.kronecker),), parts).tolist()
 
     def _pass(self, stage: Stage, blocks: CurvatureBlocks, parts: Sequence[Rows]) -> None:
         """Compute the sums of all parts, as far as they are missing, each process its share."""
@@ -293,7 +296,7 @@ class CurvatureFit:
         kind: Any = kinds.get(self.plan.kind, "factors")
         sums = BasisSums(blocks, kind, self.device, None if together is None else together.mine)
         self._batches("bases", part, progress, lambda: self._sink(blocks, sums, together), None)
-        tensors = {"counts": torch.tensor(sums.counts, dtype=torch.int64)}
+        tensors = {"counts": torch.tensor(sums.counts, dtype=torch.float64)}
         return tensors | _rounded("left-", sums.left) | _rounded("right-", sums.right)
 
     def _sum_squares(
@@ -374,10 +377,17 @@ class CurvatureFit:
     def _summed(self, blocks: CurvatureBlocks, stage: str, name: str, shape: tuple[int, ...], parts: int) -> Tensor:
         """Add one tensor over the first parts, in their order, in float64."""
         total = torch.zeros(shape, dtype=torch.float64)
+        specs = {name: TensorSpec(shape, (torch.float32, torch.float64))}
         for part in range(parts):
-            for path in self.files.sums_paths(stage, blocks, part):
+            paths = self.files.sums_paths(stage, blocks, part)
+            if not paths:
+                raise StoreError(
+                    f"The sums of part {part} of a fit have vanished from {self.files.progress}. Expected all parts. "
+                    "Run the same command again; only what is missing is computed."
+                )
+            for path in paths:
                 if name in self.files.read_extra(path)["names"]:
-                    total += self.files.read_sums(path, {name: TensorSpec(shape, (torch.float32, torch.int64))})[name]
+                    total += self.files.read_sums(path, specs)[name]
         return total
 
     def _squares(self, blocks: CurvatureBlocks, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -408,7 +418,7 @@ class CurvatureFit:
 
     def _conclude(self, blocks: CurvatureBlocks) -> None:
         """Write the blocks that fall to this process; the main process then completes the curvature."""
-        rows = len(self.plan.rows)
+        rows, scale = len(self.plan.rows), 0.0
         with self.processes.all_or_none():
             parts = self._basis_parts(blocks)
             counts = self._counts(blocks, len(parts))
@@ -426,15 +436,19 @@ class CurvatureFit:
                 elif basis is not None:
                     eigenvalues = even_in_null_spaces(eigenvalues, basis["left_values"], basis["right_values"])
                 bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
-                self.files.write_block(index, eigenvalues.float(), bases)
+                eigenvalues = eigenvalues.float()
+                scale = max(scale, float(eigenvalues.double().mean()))
+                self.files.write_block(blocks, index, eigenvalues, bases)
+        largest = float(self.processes.maximum(torch.tensor(scale, dtype=torch.float64)))
 
         def finish() -> None:
             diagonal = [
                 (self._squares(blocks, f"diagonal-{index:05d}", (block.numel,)) / rows).float()
                 for index, block in enumerate(blocks.diagonal)
             ]
-            self.files.write_diagonal(diagonal)
-            self.files.write(blocks, rows, {"counts": counts})
+            self.files.write_diagonal(blocks, diagonal)
+            scales = [largest, *(float(one.double().mean()) for one in diagonal)]
+            self.files.write(blocks, rows, {"counts": list(map(round, counts)), "scale": max(scales)})
 
         self.processes.broadcast_from_main(finish)
 

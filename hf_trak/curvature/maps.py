@@ -144,10 +144,11 @@ class InverseMap(GradientMap):
         """
         super().__init__(proj_dim)
         self.curvature = curvature
-        self.matrices = {i: weights(curvature.kronecker[i].eigenvalues, damping, power) for i in curvature.held}
+        values, floor = curvature.kronecker, curvature.floor
+        self.matrices = {i: weights(values[i].eigenvalues, damping, floor, power) for i in curvature.held}
         plain, diagonal = curvature.kind == "identity", curvature.diagonal
         self.numbers = {
-            i: torch.ones_like(diagonal[i]) if plain else weights(diagonal[i], damping, power)
+            i: torch.ones_like(diagonal[i]) if plain else weights(diagonal[i], damping, floor, power)
             for i in curvature.held_numbers
         }
 

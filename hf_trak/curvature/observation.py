@@ -332,7 +332,7 @@ _JITTER = 1e-12
 """Added to the diagonal, relative to its mean, where LAPACK does not converge."""
 
 
-def eigenbasis(total: Tensor, count: int, what: str) -> tuple[Tensor, Tensor]:
+def eigenbasis(total: Tensor, count: float, what: str) -> tuple[Tensor, Tensor]:
     """Decompose a sum of outer products, in float64.
 
     Args:

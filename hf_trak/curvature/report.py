@@ -1,6 +1,7 @@
 """`CurvatureReport`: what a fitted curvature looks like, layer by layer, and what to mistrust in it.
 
-With Λ the eigenvalues of a block (means over rows of squared gradients in its basis) and d = c · mean Λ its damping:
+With Λ the eigenvalues of a block (means over rows of squared gradients in its basis) and d its damping, c · mean Λ
+unless the block is nothing but rounding (see `damping_of`):
 
 * ΣΛ is the mean squared norm of the block's gradients.
 * Σ Λ / (Λ + d) is its effective dimension: the number of directions that the data rather than the damping fix.
@@ -18,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_trak.curvature.blocks import DiagonalBlock, KroneckerBlock
-from hf_trak.curvature.curvature import Curvature, inverse
+from hf_trak.curvature.curvature import NOISE, Curvature, damping_of, inverse
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class CurvatureReport:
         damping (`float`): c, relative to the mean eigenvalue of each block.
         blocks (`tuple[BlockReport, ...]`): all blocks, those of the largest share of the scores' variance first.
         warnings (`tuple[str, ...]`): what to look at.
+        whole (`tuple[str, ...]`): parameters with bases of whole gradients, as of `"shampoo"`, where the kind asks for
+            those of factors: their layers could not be taken apart one by one, as in the encoder of T5.
     """
 
     kind: str
@@ -91,6 +94,7 @@ class CurvatureReport:
     damping: float
     blocks: tuple[BlockReport, ...]
     warnings: tuple[str, ...]
+    whole: tuple[str, ...]
 
     @classmethod
     def of(cls, curvature: Curvature, damping: float) -> "CurvatureReport":
@@ -103,7 +107,8 @@ class CurvatureReport:
                 c in 1 / (Λ + c · mean Λ), as scores use it.
         """
         named = _with_names(curvature)
-        moments = [_moments(values, damping) for _, _, values, _ in named]
+        floor = curvature.floor
+        moments = [_moments(values, damping, floor) for _, _, values, _ in named]
         gradients, scores = (math.fsum(column) for column in list(zip(*moments, strict=True))[::2])
         blocks = []
         for (name, block, values, positions), (total, dimension, score) in zip(named, moments, strict=True):
@@ -121,15 +126,17 @@ class CurvatureReport:
                     eigenvalues=tuple(float(value) for value in np.quantile(flat, QUANTILES)),
                     mean=mean,
                     total=total,
-                    damping=damping * mean,
+                    damping=float(damping_of(values, damping, floor)) if total else 0.0,
                     effective_dimension=dimension,
                     gradient_share=total / gradients if gradients else 0.0,
                     score_share=score / scores if scores else 0.0,
                 )
             )
         ordered = tuple(sorted(blocks, key=lambda one: -one.score_share))
-        warnings = tuple(_warnings(ordered, curvature.blocks.without_gradient, curvature.rows))
-        return cls(curvature.kind, curvature.rows, damping, ordered, warnings)
+        warnings = tuple(_warnings(ordered, curvature))
+        factored = curvature.kind in ("ekfac", "kfac")
+        whole = dict.fromkeys(one.name for one in curvature.blocks.kronecker if factored and one.source is None)
+        return cls(curvature.kind, curvature.rows, damping, ordered, warnings, tuple(whole))
 
     @property
     def numel(self) -> int:
@@ -145,10 +152,11 @@ class CurvatureReport:
         """Describe the curvature in two lines."""
         bases = sum(block.numel for block in self.blocks if block.kind == "kronecker")
         largest = ", ".join(f"{block.name} {block.score_share:.0%}" for block in self.blocks[:3])
+        whole = f" The gradients of {_listed(self.whole)} come whole, and so do their bases." if self.whole else ""
         return (
             f"{self.kind}, fitted to {self.rows:,} rows: {self.numel:,} parameters in {len(self.blocks)} blocks, "
             f"{bases / self.numel:.1%} of them with Kronecker bases; effective dimension "
-            f"{self.effective_dimension:,.0f} with damping {self.damping:g} · mean Λ.\n"
+            f"{self.effective_dimension:,.0f} with damping {self.damping:g} · mean Λ.{whole}\n"
             f"Largest shares of the scores' variance: {largest}."
         )
 
@@ -194,6 +202,7 @@ class CurvatureReport:
                 for block in self.blocks
             ],
             "warnings": list(self.warnings),
+            "whole": list(self.whole),
         }
 
     def log(self, what: str) -> None:
@@ -237,9 +246,9 @@ def _with_names(curvature: Curvature) -> list[tuple[str, KroneckerBlock | Diagon
     return found
 
 
-def _moments(eigenvalues: Tensor, damping: float) -> tuple[float, float, float]:
+def _moments(eigenvalues: Tensor, damping: float, floor: float) -> tuple[float, float, float]:
     """Compute ΣΛ, Σ Λ / (Λ + d) and Σ (Λ / (Λ + d))² of a block."""
-    kept = inverse(eigenvalues, damping).mul_(eigenvalues.double())
+    kept = inverse(eigenvalues, damping, floor).mul_(eigenvalues.double())
     return float(eigenvalues.double().sum()), float(kept.sum()), float(kept.square_().sum())
 
 
@@ -253,7 +262,8 @@ def _needed(block: KroneckerBlock | DiagonalBlock, kind: str) -> int:
     return -(-POSITIONS_PER_SIDE * max(block.shape) // rank)
 
 
-def _warnings(blocks: tuple[BlockReport, ...], silent: tuple[str, ...], rows: int) -> Iterable[str]:
+def _warnings(blocks: tuple[BlockReport, ...], curvature: Curvature) -> Iterable[str]:
+    silent, rows = curvature.blocks.without_gradient, curvature.rows
     if silent:
         yield (
             f"{_listed(silent)} had no gradient in any of the {rows:,} rows, and add nothing to a score. Freeze such "
@@ -264,6 +274,12 @@ def _warnings(blocks: tuple[BlockReport, ...], silent: tuple[str, ...], rows: in
         yield (
             f"All gradients of {_listed(empty)} are zero in the sample, such as those of an expert that no row is "
             "sent to, and add nothing to a score. Fit to more rows (`curvature.rows`) if some of them reach it."
+        )
+    rounding = [block.name for block in blocks if 0 < block.mean < curvature.floor]
+    if rounding:
+        yield (
+            f"The gradients of {_listed(rounding)} are what rounding leaves of zero (mean Λ below {NOISE:g} of the "
+            "largest), and add next to nothing to a score. Freeze such parameters or leave them out of `grad_wrt`."
         )
     scarce = [block for block in blocks if block.needed is not None and 0 < (block.positions or 0) < block.needed]
     if scarce:

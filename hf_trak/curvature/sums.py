@@ -11,6 +11,7 @@ G_b the gradient of row b (see `blocks`), over R rows:
 K-FAC: Martens & Grosse 2015, arXiv 1503.05671. Corrected eigenvalues: George et al. 2018, arXiv 1806.03884.
 """
 
+import math
 from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal
@@ -21,9 +22,10 @@ from torch import Tensor
 from hf_trak.curvature.arrivals import SLICE_BYTES
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
 
-_ROUNDING = 1e-5
-"""Norm of a position, relative to the largest of its row, below which there is nothing but rounding in float32.
-Attention leaves up to 1e-6 where the gradient is zero; other gradients were above 1e-2 on the models looked at."""
+_ROUNDING, _COUNTED = 3e-6, 3e-5
+"""Norms of a position, relative to the largest of its row. Up to the first it does not count: where the gradient is
+zero, attention leaves up to 1e-6 in float32. From the second on it counts as one. In between its weight rises with the
+logarithm of the norm, so that no basis hangs on the side of a border that one position falls on."""
 
 _LARGE, _CACHED_BYTES = 2**16, 2**20
 """Elements of a product that is formed piece by piece on a CPU, and bytes of a piece."""
@@ -56,8 +58,8 @@ class BasisSums:
         summed = {} if kind == "none" else _owned(blocks, owned)
         self.left = {i: _zeros(shape[0], shape[0], device=device) for i, shape in summed.items()}
         self.right = {i: _zeros(shape[1], shape[1], device=device) for i, shape in summed.items()}
-        self.counts = [0] * len(blocks.kronecker)
-        """Number of positions, or of rows if bases are those of whole gradients or missing."""
+        self.counts = [0.0] * len(blocks.kronecker)
+        """Sum of the weights of positions, or number of rows if bases are those of whole gradients or missing."""
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
         if self.kind == "none":
@@ -68,13 +70,16 @@ class BasisSums:
             return
         # Only positions that take part in the output count: padding has inputs, but no gradient. Nor do those whose
         # gradient is zero but for rounding, which depends on the batch and the kernel.
-        taking_part = (_noticeable(left) & _noticeable(right)).flatten()
+        weights = (_weights(left) * _weights(right)).flatten()
         left, right = left.flatten(0, 1), right.flatten(0, 1)
-        if not bool(taking_part.all()):
-            left, right = left[taking_part], right[taking_part]
+        if not bool((weights == 1).all()):
+            counted = weights > 0
+            weights, left, right = weights[counted], left[counted], right[counted]
+            root = weights.sqrt().unsqueeze(1)
+            left, right = left * root, right * root
         add_product(self.left[index], left, left)
         add_product(self.right[index], right, right)
-        self.counts[index] += left.shape[0]
+        self.counts[index] += float(weights.double().sum())
 
     def matrices(self, index: int, gradients: Tensor) -> None:
         self.counts[index] += gradients.shape[0]
@@ -148,10 +153,11 @@ class SquareSums:
         add_sum_of_squares(self.diagonal[index][first : first + gradients.shape[1]], gradients)
 
 
-def _noticeable(factor: Tensor) -> Tensor:
-    """Mark the positions `(B, T)` of a factor `(B, T, I)` that are more than rounding beside the row's largest."""
+def _weights(factor: Tensor) -> Tensor:
+    """Return how much positions `(B, T)` of a factor `(B, T, I)` count, from 0 for rounding to 1."""
     norms = factor.norm(dim=2)
-    return norms > _ROUNDING * norms.amax(1, keepdim=True)
+    relative = norms / norms.amax(1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+    return ((relative / _ROUNDING).log() / math.log(_COUNTED / _ROUNDING)).clamp(0, 1)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -248,8 +248,11 @@ def truncated(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         rank: r, at most min(I, J).
 
     Returns:
-        U `(B, I, r)`, W `(B, r, J)`, and ‖V − UW‖² `(B,)`, float64. The random start is the same in every call.
+        U `(B, I, r)`, W `(B, r, J)`, and ‖V − UW‖² `(B,)`, float64. The random start is the same in every call. Both
+        are zero where V is, and W is NaN where V is not finite.
     """
+    finite = matrices.isfinite().flatten(1).all(1)
+    matrices = torch.where(finite[:, None, None], matrices, 0.0)
     columns = min(rank + _OVERSAMPLING, *matrices.shape[1:])
     start = torch.randn(matrices.shape[2], columns, generator=torch.Generator().manual_seed(0))
     basis = torch.linalg.qr(matrices @ start.to(matrices.device)).Q
@@ -257,9 +260,10 @@ def truncated(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         basis = torch.linalg.qr(matrices.mT @ basis).Q
         basis = torch.linalg.qr(matrices @ basis).Q
     left, values, right = torch.linalg.svd(basis.mT @ matrices, full_matrices=False)
-    kept = values[:, :rank]
+    kept = values[:, :rank].masked_fill(~finite[:, None], torch.nan)
     rest = matrices.double().square().sum((1, 2)) - kept.double().square().sum(1)
-    return basis @ left[:, :, :rank], kept.unsqueeze(2) * right[:, :rank], rest.clamp_min(0)
+    left = (basis @ left[:, :, :rank]) * (values[:, :1, None] != 0)
+    return left, kept.unsqueeze(2) * right[:, :rank], rest.clamp_min(0)
 
 
 def _rows_of(one: KroneckerBlock, first: int, last: int, start: int, block: Tensor) -> Tensor:

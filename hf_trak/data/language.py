@@ -6,12 +6,14 @@ scores 0 as training data and is refused as a target.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
+from jinja2 import TemplateError
 from torch import Tensor
 
 from hf_trak.modelout_functions.tokens import IGNORED
@@ -141,6 +143,63 @@ def tokenize_prompt_completion(
             ids, mask = [*ids, tokenizer.eos_token_id], [*mask, 1]
         mask[-1] = 1
     return _labelled(ids, mask, "completion_mask", max_length)
+
+
+def tokenize_prompt(
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    chat: bool = False,
+    template: str | None = None,
+    text_column: str = "text",
+) -> list[int]:
+    """Tokenize what a model is to answer: the messages of a row, its prompt, or its text.
+
+    A conversation ends where its last answer begins, with the template's generation prompt. A text does not get the
+    end token that some tokenizers add.
+
+    Args:
+        row (`Mapping`):
+            The row, with `messages`, `prompt` or a text. Its `tools`, if there are any, are passed on to the template.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer; with a chat template for conversations.
+        chat (`bool`, *optional*, defaults to `False`):
+            Whether the model was trained on conversations, so that a text is what a user says.
+        template (`str`, *optional*):
+            A chat template in place of that of the tokenizer.
+        text_column (`str`, *optional*, defaults to `"text"`):
+            Name of the column of texts.
+
+    Returns:
+        `list[int]`: token ids.
+
+    Raises:
+        ValueError: the prompt is empty, or the chat template fails on it.
+    """
+    column = next((name for name in ("messages", "prompt") if row.get(name) is not None), text_column)
+    given, ids = row[column], list[int]()
+    if isinstance(given, str) and chat:
+        given = [{"role": "user", "content": given}]
+    if isinstance(given, str):
+        ids = list(tokenizer(given)["input_ids"])
+        if ids[-1:] == [tokenizer.eos_token_id] and not given.endswith(tokenizer.eos_token):
+            ids.pop()
+    elif turns := list(given[:-1] if given and given[-1].get("role") == "assistant" else given):
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = {"tools": tools, "chat_template": template, "add_generation_prompt": True}
+        try:
+            ids = list(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, **options)["input_ids"])
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template fails on the messages {turns!r:.200} ({error}). Expected roles and contents that "
+                "it accepts. Change the row."
+            ) from error
+    if not ids:
+        raise ValueError(
+            f"The row has {given!r:.80} in {column!r}, which holds no token of a prompt. Expected something to "
+            "answer. Leave such rows out."
+        )
+    return ids
 
 
 def mask_tokens(

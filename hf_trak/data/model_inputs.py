@@ -98,6 +98,7 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
         columns: see [`stored_columns`], for the error message.
 
     Raises:
+        TypeError: the rows are texts.
         ValueError: labels are texts, values are images, lists differ in length, or there are no tokens to pad. The
             error names the column and the remedy.
     """
@@ -106,7 +107,14 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
     while hasattr(inner, "collator"):
         inner = inner.collator
     padding = isinstance(inner, DataCollatorWithPadding)
-    if not (padding or inner is default_data_collator) or not rows or not isinstance(rows[0], Mapping):
+    if not (padding or inner is default_data_collator) or not rows:
+        return
+    if isinstance(rows[0], str):
+        raise TypeError(
+            f"The rows are texts, such as {rows[0]!r:.80}. Expected rows with the inputs of the model. Make them with "
+            "`Dataset.from_dict({'text': texts}).map(lambda rows: tokenizer(rows['text']), batched=True)`."
+        )
+    if not isinstance(rows[0], Mapping):
         return
     # The default collator ignores texts in `labels`, which not every task needs, but fails on texts in `label`.
     for name in _LABELS if padding else ("label",):

@@ -84,6 +84,8 @@ def row_count(dataset: Any, name: str) -> int:
             "split (`datasets['train']`), load it from its name (`load_dataset(name, split='train')`), or make one of "
             "a single row (`Dataset.from_list([row])`)."
         )
+    if dataset is None:
+        raise TypeError(f"`{name}` is None. Expected a dataset whose element i is row i. Pass `{name}=...`.")
     if hasattr(dataset, "iloc"):
         raise TypeError(
             f"`{name}` is a {type(dataset).__name__}, whose element i is a column and not row i. Expected a dataset "

@@ -4,6 +4,7 @@ Nothing of sentence-transformers is imported: a trainer is known by the name of 
 """
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,11 +15,15 @@ from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.embeddings import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
+from hf_trak.modelout_functions.tokens import ROLE_MASKS
 from hf_trak.runtime.progress import no_progress_bars
 
 
 class ColumnsCollator:
     """A data collator with the names of the dataset columns that it needs, whatever the model's `forward` takes."""
+
+    decides_labels = True
+    """Whether masks of completions count only where the collator returns them, as for the trainer that it is of."""
 
     def __init__(self, collator: Collator, columns: tuple[str, ...]) -> None:
         """
@@ -56,8 +61,9 @@ def trainer_collator(trainer: Any) -> Collator:
     Args:
         trainer: a `transformers.Trainer`.
     """
-    own = signature_columns(trainer)
-    if set(own) <= set(forward_columns(trainer.model, trainer.args.label_names)):
+    own, given = signature_columns(trainer), getattr(trainer.train_dataset, "column_names", None) or ()
+    masked = not set(ROLE_MASKS).isdisjoint(given)
+    if set(own) <= set(forward_columns(trainer.model, trainer.args.label_names)) and not masked:
         return trainer.data_collator
     return ColumnsCollator(trainer.data_collator, own)
 
@@ -336,11 +342,17 @@ class SFTCollator(ColumnsCollator):
         """Collate rows into a batch. Raises as [`ready`] does."""
         return self.collator(self.ready(rows))
 
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """Return the arguments with which [`tokenize_prompt`] does as the trainer does."""
+        return {"template": self.trainer.chat_template, "text_column": self.trainer.args.dataset_text_field}
+
     def ready(self, rows: list[Any]) -> list[Any]:
         """Return rows of tokens, which they may be already.
 
         Raises:
-            ValueError: the preparation leaves rows out, or several processes would have to prepare them together.
+            ValueError: a row has no answer, the preparation leaves rows out, or several processes would have to
+                prepare them together.
         """
         if not rows or not isinstance(rows[0], Mapping) or _TOKENS in rows[0]:
             return rows
@@ -351,10 +363,14 @@ class SFTCollator(ColumnsCollator):
                 "processes cannot prepare them alone. Expected rows with `input_ids`. Give the trainer these rows as "
                 "`eval_dataset`, and pass `trainer.eval_dataset`."
             )
+        for row in rows:
+            _check_answered(row, trainer.args.assistant_only_loss)
+        args = copy(trainer.args)
+        args.shuffle_dataset = False  # rows keep their numbers
         with no_progress_bars():
             given = Dataset.from_list([dict(row) for row in rows])
             made = trainer._prepare_dataset(
-                given, trainer.processing_class, trainer.args, False, trainer._formatting_func, "eval"
+                given, trainer.processing_class, args, False, trainer._formatting_func, "eval"
             )
         if len(made) != len(rows):
             raise ValueError(
@@ -362,6 +378,21 @@ class SFTCollator(ColumnsCollator):
                 "out rows that its `max_length` drops."
             )
         return list(made)
+
+
+def _check_answered(row: Mapping[str, Any], assistant_only: bool) -> None:
+    """Refuse a row with a prompt and no answer."""
+    turns = row.get("messages")
+    if row.get("prompt") is not None:
+        answered = row.get("completion") is not None
+    else:
+        answered = not assistant_only or turns is None or any(turn.get("role") == "assistant" for turn in turns)
+    if not answered:
+        raise ValueError(
+            f"A row has the columns {sorted(name for name, value in row.items() if value is not None)} and no answer, "
+            "so that it has no labels. Expected a completion, or a turn of the assistant. Let the model answer: pass "
+            "`attributor.predict(rows, max_new_tokens=...)`."
+        )
 
 
 def collator_of(trainer: Any) -> Collator:

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from hf_trak.evaluation.mislabelled import with_wrong_labels as with_wrong_labels
     from hf_trak.evaluation.reliability import Reliability as Reliability
     from hf_trak.evaluation.reliability import measure_reliability as measure_reliability
-    from hf_trak.evaluation.reliability import repeated_outputs as repeated_outputs
     from hf_trak.evaluation.removal import RemovalEffect as RemovalEffect
     from hf_trak.evaluation.removal import RemovalPlan as RemovalPlan
     from hf_trak.evaluation.removal import RemovalResult as RemovalResult
     from hf_trak.evaluation.removal import evaluate_removal as evaluate_removal
     from hf_trak.evaluation.removal import removal_plan as removal_plan
     from hf_trak.evaluation.retraining import masks_and_outputs as masks_and_outputs
+    from hf_trak.evaluation.retraining import repeated_outputs as repeated_outputs
     from hf_trak.evaluation.retraining import retrain_on_subsets as retrain_on_subsets
     from hf_trak.evaluation.trainer_retraining import TrainerRetraining as TrainerRetraining
     from hf_trak.evaluation.trainer_retraining import mask_rows as mask_rows
@@ -57,9 +57,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.evaluation.lds": "LdsResult LeaveOneOutResult TopKPrecision compare_lds "
         "evaluate_lds leave_one_out_correlation linear_datamodeling_score top_k_precision",
         "hf_trak.evaluation.mislabelled": "MislabelledResult mislabel_detection with_wrong_labels",
-        "hf_trak.evaluation.reliability": "Reliability measure_reliability repeated_outputs",
+        "hf_trak.evaluation.reliability": "Reliability measure_reliability",
         "hf_trak.evaluation.removal": "RemovalEffect RemovalPlan RemovalResult evaluate_removal removal_plan",
-        "hf_trak.evaluation.retraining": "masks_and_outputs retrain_on_subsets",
+        "hf_trak.evaluation.retraining": "masks_and_outputs repeated_outputs retrain_on_subsets",
         "hf_trak.evaluation.trainer_retraining": "TrainerRetraining mask_rows model_outputs",
     },
 )

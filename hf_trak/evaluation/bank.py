@@ -23,9 +23,9 @@ from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteE
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_numbers,
-    plain,
     quantile_interval,
     spearman,
 )
@@ -63,6 +63,7 @@ _BANK_KEYS = {
 }
 
 _PART_KEYS = {
+    "name": str,
     "rows": int,
     "seed": int,
     "bank": str,
@@ -209,11 +210,12 @@ class Bank:
                 Name of the part.
 
         Returns:
-            `dict[str, Any]`: `rows`, `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and digests.
+            `dict[str, Any]`: `name`, `rows`, `subsets`, `repeats`, `seed`, `protocol`, `repeat_of`, `removal` and
+            digests.
 
         Raises:
             IncompleteStoreError: there is no such part.
-            StoreError: the file is damaged, or belongs to another bank.
+            StoreError: the file is damaged, or belongs to another bank or part.
             ValueError: `name` is no name of a directory.
         """
         path = self.directory / safe_name(name) / CONFIG
@@ -225,6 +227,10 @@ class Bank:
         if content["bank"] != content_digest(self.described) or content["rows"] != self.n_train:
             raise StoreError(
                 f"{path} belongs to another bank. Expected a part of {self.directory}. Restore it from a copy."
+            )
+        if content["name"] != name:
+            raise StoreError(
+                f"{path} is that of the part {content['name']!r}. Expected {name!r}. Give its directory back its name."
             )
         if content["subsets"] < 1 or content["repeats"] < 1:
             raise StoreError(
@@ -294,6 +300,7 @@ class Bank:
         if repeat_of is not None:
             self._check_repeated(repeat_of, member)
         content = {
+            "name": name,
             "rows": self.n_train,
             "bank": content_digest(self.described),
             "subsets": len(member),
@@ -433,7 +440,8 @@ class Bank:
         if not self.is_complete(name):
             raise IncompleteStoreError(
                 f"The part {name!r} of the bank {self.directory} has {len(files.present())} of {shape[0] * shape[1]} "
-                "trainings. Expected all of them. Call `Bank.build` again, with the same arguments."
+                f"trainings. Expected all of them, joined to {files.directory / OUTPUTS}. Call `Bank.build` again, "
+                "with the same arguments."
             )
         outputs, seeds = files.read_outputs(shape, part["masks"])
         return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])
@@ -512,7 +520,7 @@ def _compared(bank: Bank, name: str) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class BankScore:
+class BankScore(Result):
     """The score of one method on one part of a bank.
 
     Attributes:
@@ -536,10 +544,6 @@ class BankScore:
     difference: Interval | None
     per_target: np.ndarray
     ceilings: dict[str, Interval]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain JSON values."""
-        return plain(self)
 
 
 def evaluate_bank(

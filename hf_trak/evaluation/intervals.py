@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.errors import NonFiniteError
-from hf_trak.runtime.checks import checked_int, is_int
+from hf_trak.runtime.checks import checked_int, is_int, required
 from hf_trak.scores.groups import RowGroups
 
 RESAMPLES = 1000
@@ -16,8 +16,25 @@ RESAMPLES = 1000
 """Default number of bootstrap samples."""
 
 
+class Result:
+    """A dataclass of results."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain JSON values; keys are texts."""
+        content: Any = self
+        return {name: _plain(value) for name, value in asdict(content).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True)
-class Interval:
+class Interval(Result):
     """An estimate with its confidence interval.
 
     Attributes:
@@ -42,30 +59,10 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
-    def to_dict(self) -> dict[str, float]:
-        """Return the attributes as plain JSON values."""
-        return asdict(self)
-
-
-def plain(result: Any) -> dict[str, Any]:
-    """Return the attributes of a result, a dataclass, as plain JSON values."""
-    fields = asdict(result).items()
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
-
 
 def scipy_stats() -> Any:
-    """Import `scipy.stats`.
-
-    Raises:
-        ImportError: scipy is not installed; the message says how to install it.
-    """
-    try:
-        import scipy.stats
-    except ImportError as error:
-        raise ImportError(
-            "`hf_trak.evaluation` needs scipy. Install it with `pip install hf_trak[evaluation]`."
-        ) from error
-    return scipy.stats
+    """Import `scipy.stats`. Raises `ImportError` if scipy is not installed."""
+    return required("scipy.stats", "`hf_trak.evaluation` needs scipy. Install it with `pip install scipy`.")
 
 
 def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:

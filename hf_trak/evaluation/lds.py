@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,6 +9,7 @@ from numpy.typing import ArrayLike
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_finite,
     checked_matrix,
@@ -18,7 +18,6 @@ from hf_trak.evaluation.intervals import (
     group_sums,
     mean_interval,
     pearson,
-    plain,
     quantile_interval,
     spearman,
 )
@@ -27,7 +26,7 @@ from hf_trak.scores.groups import RowGroups
 
 
 @dataclass(frozen=True)
-class LdsResult:
+class LdsResult(Result):
     """Linear datamodeling scores of m targets, with intervals.
 
     Attributes:
@@ -46,10 +45,6 @@ class LdsResult:
     low: np.ndarray
     high: np.ndarray
     mean: Interval
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values."""
-        return plain(self)
 
 
 def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike) -> np.ndarray:
@@ -220,7 +215,7 @@ def _checked(scores: ArrayLike, member: np.ndarray, outputs: ArrayLike) -> tuple
 
 
 @dataclass(frozen=True)
-class LeaveOneOutResult:
+class LeaveOneOutResult(Result):
     """Correlations of scores with measured effects, over the rows that were left out.
 
     Attributes:
@@ -300,7 +295,7 @@ def leave_one_out_correlation(
 
 
 @dataclass(frozen=True)
-class TopKPrecision:
+class TopKPrecision(Result):
     """Shares of the true first k rows that are among the first k by score. `print(result)` shows the means.
 
     Attributes:
@@ -318,15 +313,6 @@ class TopKPrecision:
     mean: dict[int, Interval]
     chance: dict[int, float]
     rows: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values, with k as text."""
-        return {
-            "rows": self.rows,
-            "mean": {str(k): interval.to_dict() for k, interval in self.mean.items()},
-            "chance": {str(k): share for k, share in self.chance.items()},
-            "per_target": {str(k): shares.tolist() for k, shares in self.per_target.items()},
-        }
 
     def __str__(self) -> str:
         return "\n".join(f"top {k} of {self.rows}: {self.mean[k]}, chance {self.chance[k]:.3f}" for k in self.mean)

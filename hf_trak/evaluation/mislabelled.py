@@ -13,11 +13,12 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, check_interval, checked_finite, quantile_interval
+from hf_trak.evaluation.intervals import RESAMPLES, Interval, Result, check_interval, checked_finite, quantile_interval
+from hf_trak.runtime.checks import required
 
 
 @dataclass(frozen=True)
-class MislabelledResult:
+class MislabelledResult(Result):
     """Measures of how well a ranking finds the mislabelled rows.
 
     Attributes:
@@ -73,12 +74,8 @@ def mislabel_detection(
         ValueError: shapes do not fit, all or no rows are mislabelled, or a number is out of range.
         NonFiniteError: a score is NaN or infinite.
     """
-    try:
-        from sklearn.metrics import average_precision_score, roc_auc_score
-    except ImportError as error:
-        raise ImportError(
-            "`mislabel_detection` needs scikit-learn. Install it with `pip install scikit-learn`."
-        ) from error
+    message = "`mislabel_detection` needs scikit-learn. Install it with `pip install scikit-learn`."
+    metrics = required("sklearn.metrics", message)
     check_interval(confidence, resamples)
     values = checked_finite(self_influence, "self_influence")
     wrong = np.asarray(mislabelled, dtype=bool)
@@ -99,11 +96,11 @@ def mislabel_detection(
     found = []
     for _ in range(resamples):
         rows = np.concatenate([rng.choice(part, len(part)) for part in (positive, negative)])
-        found.append(roc_auc_score(wrong[rows], values[rows]))
+        found.append(metrics.roc_auc_score(wrong[rows], values[rows]))
     ranked = wrong[np.argsort(-values, kind="stable")]
     return MislabelledResult(
-        auc=quantile_interval(roc_auc_score(wrong, values), np.array(found), confidence),
-        average_precision=float(average_precision_score(wrong, values)),
+        auc=quantile_interval(metrics.roc_auc_score(wrong, values), np.array(found), confidence),
+        average_precision=float(metrics.average_precision_score(wrong, values)),
         precision_at={k: float(ranked[:k].mean()) for k in chosen},
         mislabelled=int(wrong.sum()),
         rows=len(values),

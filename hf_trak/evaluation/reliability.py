@@ -12,28 +12,25 @@ expectation (correction for attenuation, Spearman 1904). That is the ceiling of 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from numpy.typing import ArrayLike
 
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_finite,
-    plain,
     quantile_interval,
     spearman,
 )
-from hf_trak.evaluation.retraining import outputs_of
 
 _SPLITS = 100
 
 
 @dataclass(frozen=True)
-class Reliability:
+class Reliability(Result):
     """Agreement of repeated trainings of the same subsets.
 
     Attributes:
@@ -54,36 +51,6 @@ class Reliability:
     mean: np.ndarray
     ceiling: Interval
     ceiling_of_one: Interval
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values."""
-        return plain(self)
-
-
-def repeated_outputs(retrained: Dataset) -> np.ndarray:
-    """Arrange the trainings of [`retrain_on_subsets`] as an array `(R, s, m)`: repeats, subsets, targets.
-
-    Args:
-        retrained (`datasets.Dataset`):
-            Trainings, each subset equally often.
-
-    Raises:
-        ValueError: columns are missing, or subsets have different numbers of repeats.
-    """
-    if absent := [name for name in ("subset", "repeat", "outputs") if name not in retrained.column_names]:
-        raise ValueError(f"The dataset has no columns {absent}. Expected those that `retrain_on_subsets` returns.")
-    arrays = retrained.with_format("numpy")
-    subsets, repeats = np.asarray(arrays["subset"][:]), np.asarray(arrays["repeat"][:])
-    outputs = outputs_of(retrained)
-    rows, columns = np.unique(repeats, return_inverse=True), np.unique(subsets, return_inverse=True)
-    shape = (len(rows[0]), len(columns[0]))
-    places = rows[1] * shape[1] + columns[1]
-    if len(places) != shape[0] * shape[1] or len(np.unique(places)) != len(places):
-        raise ValueError(
-            f"There are {len(places)} trainings of {shape[1]} subsets, in up to {shape[0]} repeats. Expected every "
-            "subset in every repeat, once: finish the run that made the dataset."
-        )
-    return outputs[np.argsort(places)].reshape(*shape, -1)
 
 
 def measure_reliability(

@@ -18,7 +18,7 @@ same resamples, so that differences are paired.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -30,6 +30,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
+    Result,
     check_interval,
     checked_matrices,
     checked_numbers,
@@ -378,7 +379,7 @@ PARTS = ("own", "others", "specific")
 
 
 @dataclass(frozen=True)
-class RemovalEffect:
+class RemovalEffect(Result):
     """Mean changes over targets after the removal of the first rows by one method or control.
 
     Attributes:
@@ -405,10 +406,6 @@ class RemovalEffect:
     others: Interval | None
     specific: Interval | None
     against: dict[str, Interval]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

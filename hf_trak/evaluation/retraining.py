@@ -172,27 +172,43 @@ def masks_and_outputs(retrained: Dataset) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: the dataset lacks [`COLUMNS`], or some subsets have fewer repeats than others.
     """
-    if missing := [name for name in ("subset", "mask", "outputs") if name not in retrained.column_names]:
-        raise ValueError(f"The dataset has no columns {missing}. Expected those of `retrain_on_subsets`: {COLUMNS}.")
-    arrays = retrained.with_format("numpy")
-    subsets = np.asarray(arrays["subset"][:])
-    distinct, first, counts = np.unique(subsets, return_index=True, return_counts=True)
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"Subsets have from {counts.min()} to {counts.max()} trainings. Expected the same number of each: finish "
-            "the run that made the dataset."
-        )
-    outputs = outputs_of(retrained)
-    means = np.zeros((len(distinct), outputs.shape[1]))
-    np.add.at(means, np.searchsorted(distinct, subsets), outputs)
+    outputs, arrays = repeated_outputs(retrained), _columns(retrained, "mask")
+    _, first = np.unique(np.asarray(arrays["subset"][:]), return_index=True)
     masks = np.stack([np.asarray(arrays[int(row)]["mask"], dtype=bool) for row in first])
-    return masks, means / counts[0]
+    return masks, outputs.mean(axis=0)
 
 
-def outputs_of(retrained: Dataset) -> np.ndarray:
-    """Read the outputs of all trainings in float64, `(trainings, m)`; the NumPy format would round them to float32."""
+def repeated_outputs(retrained: Dataset) -> np.ndarray:
+    """Arrange the trainings of [`retrain_on_subsets`] as an array `(R, s, m)`: repeats, subsets, targets.
+
+    Args:
+        retrained (`datasets.Dataset`):
+            Trainings, each subset equally often.
+
+    Raises:
+        ValueError: columns are missing, or subsets have different numbers of repeats.
+    """
+    arrays = _columns(retrained, "subset", "repeat", "outputs")
+    subsets, repeats = np.asarray(arrays["subset"][:]), np.asarray(arrays["repeat"][:])
+    # in float64, to which the NumPy format would not keep them
     exact = retrained.select_columns(["outputs"]).with_format("numpy", dtype=np.float64)
-    return np.stack(list(exact["outputs"][:]))
+    outputs = np.stack(list(exact["outputs"][:]))
+    rows, columns = np.unique(repeats, return_inverse=True), np.unique(subsets, return_inverse=True)
+    shape = (len(rows[0]), len(columns[0]))
+    places = rows[1] * shape[1] + columns[1]
+    if len(places) != shape[0] * shape[1] or len(np.unique(places)) != len(places):
+        raise ValueError(
+            f"There are {len(places)} trainings of {shape[1]} subsets, in up to {shape[0]} repeats. Expected every "
+            "subset in every repeat, once: finish the run that made the dataset."
+        )
+    return outputs[np.argsort(places)].reshape(*shape, -1)
+
+
+def _columns(retrained: Dataset, *names: str) -> Dataset:
+    """Return a dataset of NumPy arrays, if it has these columns."""
+    if missing := [name for name in names if name not in retrained.column_names]:
+        raise ValueError(f"The dataset has no columns {missing}. Expected those of `retrain_on_subsets`: {COLUMNS}.")
+    return retrained.with_format("numpy")
 
 
 def check_masks(masks: ArrayLike) -> np.ndarray:

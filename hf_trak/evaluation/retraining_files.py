@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import differing, json_bytes, leftovers
 from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
 from hf_trak.store.shards import Finding, TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
+from hf_trak.store.verification import judged
 
 CONFIG = "retraining.json"
 
@@ -365,11 +367,7 @@ def verify_retraining(directory: Path) -> Iterator[Finding]:
             remedy = "`retrain_on_subsets` with the same arguments computes it."
             yield Finding(path, "missing", "this training is not done", remedy)
             continue
-        try:
-            files.read(training, masks[training[0]] if masks is not None and training[0] < len(masks) else None)
-        except HfTrakError as error:
-            yield Finding(path, "damaged", str(error), f"Delete it; then: {_AGAIN}")
-        else:
-            yield Finding(path, "intact")
+        mask = masks[training[0]] if masks is not None and training[0] < len(masks) else None
+        yield judged(path, partial(files.read, training, mask), f"Delete it; then: {_AGAIN}")
     for one in leftovers(directory):
         yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak inspect --clean` removes it.")

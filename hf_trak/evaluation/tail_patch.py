@@ -13,7 +13,7 @@ rounding.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.evaluation.intervals import Result
 from hf_trak.evaluation.trial_steps import Direction, Similarity, SimilarRows, TrialSteps, norm_of
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.exact import ExactScores
@@ -39,7 +40,7 @@ Few rows have most of the effect on a target, so that sets of random rows are no
 
 
 @dataclass(frozen=True)
-class PatchResult:
+class PatchResult(Result):
     """The change of a target's output by one small training step on each of several sets of rows of one size.
 
     Changes are means over checkpoints.
@@ -167,8 +168,7 @@ class PatchResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         derived = ("random_mean", "spread", "ratio", "has_effect", "verdict")
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-        return {**plain, **{name: getattr(self, name) for name in derived}}
+        return {**super().to_dict(), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
         """Say what was found, and show the changes beside each other."""

@@ -85,11 +85,11 @@ class _NumberedRow:
     row: Any
 
 
+@dataclass(eq=False)
 class _NumberedRows(Dataset[Any]):
     """The rows of a dataset with their numbers."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    dataset: Any
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -102,11 +102,11 @@ class _NumberedRows(Dataset[Any]):
         return [_NumberedRow(int(index), row) for index, row in rows]
 
 
+@dataclass(eq=False)
 class _NumberedCollator:
     """Collates rows as they are without numbers, and adds the numbers to the batch."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
+    collator: Callable[[list[Any]], Any]
 
     def __call__(self, features: list[Any]) -> Any:
         if not isinstance(features[0], _NumberedRow):  # rows of an evaluation dataset
@@ -241,6 +241,7 @@ NORMALIZATIONS: tuple[Normalization, ...] = (_one, _count, _count_shifted)
 _LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
+@dataclass(eq=False, repr=False)
 class TrainerRetraining:
     """A training with `Trainer` for [`retrain_on_subsets`]: trains on a subset and returns f on every target.
 
@@ -254,76 +255,66 @@ class TrainerRetraining:
         random_subsets(len(train_dataset), 100), TrainerRetraining(make_trainer, train_dataset, targets), "lds"
     )
     ```
+
+    Args:
+        make_trainer (`Callable`):
+            `make_trainer(rows, seed)` returns a `Trainer` of a fresh model for these rows. Everything is seeded
+            before it is called; `seed` is for `TrainingArguments`.
+        train_dataset (`Dataset`):
+            The training rows.
+        eval_dataset (`Dataset`):
+            The targets.
+        task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
+            The model output function, which is that of the attribution. By default it follows from the model.
+        data_collator (`Callable`, *optional*):
+            Collates targets. By default that of the trainer.
+        batch_size (`int`, *optional*, defaults to 64):
+            Targets per batch.
+        drop (`str`, *optional*, defaults to `"rows"`):
+            `"rows"` trains on the rows of the subset alone. `"mask"` trains on all rows with the same order and
+            batches, and the others weigh zero in the loss, see [`mask_rows`].
+        seed (`int`, *optional*):
+            One seed for every training, so that trainings differ by their rows alone. By default each training
+            has a seed of its own.
+        row_losses (`Callable`, *optional*):
+            `row_losses(model_output, batch) -> (B,)`, for `drop="mask"` with a loss that ignores no label, such as
+            that of a regression.
+        perturbation (`float`, *optional*, defaults to 0.0):
+            Relative size ε of a change of the initial weights: every trainable weight is multiplied by 1 + ε·x,
+            with x standard normal and drawn from each training's own seed. On a CPU a repeat with one `seed` gives
+            the same bits, which hides how far training enlarges tiny differences; with ε = 1e-6, a few roundings
+            of float32, repeats show it.
+
+    Raises:
+        TypeError, ValueError: as of `TrakAttributor`.
+        ValueError: `drop` is no such name, `row_losses` is given without `drop="mask"`, or `perturbation` is not
+            a finite number of at least 0.
     """
 
-    def __init__(
-        self,
-        make_trainer: Callable[[Any, int], Any],
-        train_dataset: Any,
-        eval_dataset: Any,
-        task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
-        data_collator: Collator | None = None,
-        batch_size: int = 64,
-        drop: Literal["rows", "mask"] = "rows",
-        seed: int | None = None,
-        row_losses: RowLosses | None = None,
-        perturbation: float = 0.0,
-    ) -> None:
-        """
-        Args:
-            make_trainer (`Callable`):
-                `make_trainer(rows, seed)` returns a `Trainer` of a fresh model for these rows. Everything is seeded
-                before it is called; `seed` is for `TrainingArguments`.
-            train_dataset (`Dataset`):
-                The training rows.
-            eval_dataset (`Dataset`):
-                The targets.
-            task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
-                The model output function, which is that of the attribution. By default it follows from the model.
-            data_collator (`Callable`, *optional*):
-                Collates targets. By default that of the trainer.
-            batch_size (`int`, *optional*, defaults to 64):
-                Targets per batch.
-            drop (`str`, *optional*, defaults to `"rows"`):
-                `"rows"` trains on the rows of the subset alone. `"mask"` trains on all rows with the same order and
-                batches, and the others weigh zero in the loss, see [`mask_rows`].
-            seed (`int`, *optional*):
-                One seed for every training, so that trainings differ by their rows alone. By default each training
-                has a seed of its own.
-            row_losses (`Callable`, *optional*):
-                `row_losses(model_output, batch) -> (B,)`, for `drop="mask"` with a loss that ignores no label, such as
-                that of a regression.
-            perturbation (`float`, *optional*, defaults to 0.0):
-                Relative size ε of a change of the initial weights: every trainable weight is multiplied by 1 + ε·x,
-                with x standard normal and drawn from each training's own seed. On a CPU a repeat with one `seed` gives
-                the same bits, which hides how far training enlarges tiny differences; with ε = 1e-6, a few roundings
-                of float32, repeats show it.
+    make_trainer: Callable[[Any, int], Any]
+    train_dataset: Any
+    eval_dataset: Any
+    task: str | AbstractModelOutput | Callable[..., Tensor] | None = None
+    data_collator: Collator | None = None
+    batch_size: int = 64
+    drop: Literal["rows", "mask"] = "rows"
+    seed: int | None = None
+    row_losses: RowLosses | None = None
+    perturbation: float = 0.0
 
-        Raises:
-            TypeError, ValueError: as of `TrakAttributor`.
-            ValueError: `drop` is no such name, `row_losses` is given without `drop="mask"`, or `perturbation` is not
-                a finite number of at least 0.
-        """
-        if drop not in ("rows", "mask"):
-            raise ValueError(f"`drop` is {drop!r}. Expected 'rows' or 'mask'.")
-        if row_losses is not None and drop != "mask":
+    def __post_init__(self) -> None:
+        if self.drop not in ("rows", "mask"):
+            raise ValueError(f"`drop` is {self.drop!r}. Expected 'rows' or 'mask'.")
+        if self.row_losses is not None and self.drop != "mask":
             raise ValueError(
-                f"`row_losses` is given with `drop={drop!r}`. Expected it with 'mask' only, which weighs rows."
+                f"`row_losses` is given with `drop={self.drop!r}`. Expected it with 'mask' only, which weighs rows."
             )
-        self.drop = drop
-        self.seed = seed if seed is None else checked_int(seed, "seed", 0)
-        self.row_losses = row_losses
-        if not isinstance(perturbation, int | float) or not 0 <= perturbation < float("inf"):
+        self.seed = self.seed if self.seed is None else checked_int(self.seed, "seed", 0)
+        if not isinstance(self.perturbation, int | float) or not 0 <= self.perturbation < float("inf"):
             raise ValueError(
-                f"`perturbation` is {perturbation!r}. Expected a finite number of at least 0, such as 1e-6."
+                f"`perturbation` is {self.perturbation!r}. Expected a finite number of at least 0, such as 1e-6."
             )
-        self.perturbation = float(perturbation)
-        self.make_trainer = make_trainer
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.task = task
-        self.data_collator = data_collator
-        self.batch_size = batch_size
+        self.perturbation = float(self.perturbation)
         for name in ("train_dataset", "eval_dataset"):
             row_count(getattr(self, name), name)
 

@@ -1,6 +1,5 @@
 """Small steps of plain gradient descent on chosen rows, from weights that are put back to the bit."""
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,8 +13,9 @@ from hf_trak.data.rows import RowBatches
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.gradient_computers.base import gradients_of, one_per_sample, run_model
-from hf_trak.gradient_computers.environment import only_differentiating, pass_settings
+from hf_trak.gradient_computers.environment import only_differentiating, pass_settings, removing
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.runtime.checks import required
 from hf_trak.weights.adapters import check_not_quantized
 
 _WHOLE = (torch.float32, torch.float64)
@@ -264,22 +264,18 @@ class SimilarRows:
         found: dict[int, Tensor] = {}
         matrices = [one for one in model.modules() if isinstance(one, nn.Linear | Conv1D)]
         hooks = [one.register_forward_pre_hook(keep) for one in matrices]
-        try:
+        with removing(hooks), torch.no_grad(), pass_settings(model):
             cuts = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
-            with torch.no_grad(), pass_settings(model):
-                for numbers, batch in batches.iterate(cuts):
-                    last.clear()
-                    run_model(task, model, self._prepared(batch))
-                    if not last or len(last[0]) != len(numbers):
-                        raise ValueError(
-                            f"`similar` is 'embeddings', and the {type(model).__name__} ends in no linear layer with "
-                            "one input per row, which would be the embedding. Expected one. Set `similar=None`, or "
-                            "pass rows of your own."
-                        )
-                    found |= dict(zip(numbers, _pooled(last[0].float(), batch).cpu(), strict=True))
-        finally:
-            for hook in hooks:
-                hook.remove()
+            for numbers, batch in batches.iterate(cuts):
+                last.clear()
+                run_model(task, model, self._prepared(batch))
+                if not last or len(last[0]) != len(numbers):
+                    raise ValueError(
+                        f"`similar` is 'embeddings', and the {type(model).__name__} ends in no linear layer with "
+                        "one input per row, which would be the embedding. Expected one. Set `similar=None`, or "
+                        "pass rows of your own."
+                    )
+                found |= dict(zip(numbers, _pooled(last[0].float(), batch).cpu(), strict=True))
         vectors = torch.stack([found[row] for row in rows])  # batches may come in another order, by sizes of images
         return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
 
@@ -301,14 +297,11 @@ def bm25_scores(documents: Sequence[Sequence[str]], query: Sequence[str]) -> np.
     Raises:
         ImportError: `bm25s` is not installed.
     """
-    try:
-        bm25s: Any = importlib.import_module("bm25s")
-    except ImportError as error:
-        raise ImportError(
-            "`similar` is 'bm25', which needs the package `bm25s`. Install it with `pip install hf_trak[text]`, or "
-            "set `similar='embeddings'`."
-        ) from error
-    index = bm25s.BM25()
+    message = (
+        "`similar` is 'bm25', which needs the package `bm25s`. Install it with `pip install bm25s`, or set "
+        "`similar='embeddings'`."
+    )
+    index = required("bm25s", message).BM25()
     index.index([list(one) for one in documents], show_progress=False)
     found: np.ndarray = index.get_scores(list(query))
     return found

@@ -165,7 +165,7 @@ COMPARISONS: dict[str, Comparison] = {
 """By entry of a store's configuration: a function of the recorded and the given value that lists what differs."""
 
 
-CURVATURE_VERSION = 3
+CURVATURE_VERSION = 4
 
 """Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 

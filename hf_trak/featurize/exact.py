@@ -24,7 +24,7 @@ from hf_trak.curvature.maps import GradientMap, SelfInfluence, TargetProducts, W
 from hf_trak.curvature.owner_maps import OwnPreconditioning, OwnSelfInfluence
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import RowPart, row_count
-from hf_trak.errors import IncompleteStoreError
+from hf_trak.errors import IncompleteStoreError, SingularGramError
 from hf_trak.featurize.definition import (
     CURVATURE_VERSION,
     Checkpoints,
@@ -173,6 +173,7 @@ class ExactScores:
 
         Raises:
             IncompleteStoreError: it is not there, and the training rows are not at hand.
+            SingularGramError: all gradients of the rows of its sample are zero.
         """
         if self.kind == "identity":
             return identity_curvature(self.model.layout)
@@ -195,7 +196,14 @@ class ExactScores:
                 raise _rows_not_at_hand()
         source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
         fit = CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device)
-        return fit.run(self._owned.chosen if owned and self._owned is not None else None)
+        curvature = fit.run(self._owned.chosen if owned and self._owned is not None else None)
+        if curvature.scale == 0:
+            raise SingularGramError(
+                f"The gradients of all {len(rows)} training rows that the curvature was fitted to are zero, so that "
+                "every score would be 0. Expected outputs that depend on the attributed parameters. Look at the "
+                "labels of the training rows and at `grad_wrt`."
+            )
+        return curvature
 
     def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
         """Return the task of each pass of a fit."""

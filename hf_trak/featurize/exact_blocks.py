@@ -81,9 +81,9 @@ def _nonzero(targets: ShardSet, form: TargetForm, indices: Sequence[int]) -> Ite
 def zero_target(target: int) -> ValueError:
     """Return the error that says that a target is zero."""
     return ValueError(
-        f"Target {target} has the gradient zero under the curvature, so that every score of it would be 0. Expected "
-        "an output that depends on the attributed parameters. Leave that target out, or look at its labels and at "
-        "`grad_wrt`."
+        f"Target {target} has the gradient zero under the curvature, so that every score of it would be 0: its own is "
+        "zero, or those of the training rows are, wherever it is not. Expected an output that depends on parameters "
+        "that the training rows reach. Leave that target out, or look at labels and at `grad_wrt`."
     )
 
 

@@ -393,7 +393,6 @@ class FeaturizedModel:
             with self.weights(model_id, source, register=True):
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
-                new = len(self.processes.broadcast_from_main(shards.unwritten)) > 0
                 stored = StoredRows.find(shards, self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(
                     shards, self.train_dataset, model_id, "train", description, part, stored
@@ -403,12 +402,11 @@ class FeaturizedModel:
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)
             else:
                 self.scorer.prepare(model_id)
-                if new:
-                    self.check_features(model_id)
+                self.check_features(model_id)
         return self
 
     def check_features(self, model_id: int) -> float:
-        """Look at the features of a checkpoint, which have just become complete. Plain ones are as they should be.
+        """Look at the features of a checkpoint once they are complete. Plain ones are as they should be.
 
         Args:
             model_id: the checkpoint.
@@ -543,10 +541,19 @@ class FeaturizedModel:
         return self.store.targets(question.name, model_id, m, question.fingerprint, collation, COMPARISONS)
 
     def _target_shards(self, question: Question, model_id: int) -> ShardSet:
-        """Compute the features of the targets for one checkpoint that are missing."""
+        """Compute the features of the targets for one checkpoint that are missing.
+
+        Kept ones answer for the weights that they were computed with, so weights at hand are compared.
+        """
         shards = self.targets(question, model_id)
-        if self.processes.broadcast_from_main(shards.unwritten):
-            with self.weights(model_id, self.source_of(model_id, question.sources)):
+        missing = bool(self.processes.broadcast_from_main(shards.unwritten))
+        source = self.source_of(model_id, question.sources)
+        known = model_id in {**self.sources, **question.sources} or len(question.ids) == 1
+        at_hand = known if source is None else isinstance(source, Mapping | torch.nn.Module)
+        if missing or at_hand or model_id in question.sources:
+            with self.weights(model_id, source):
+                if not missing:
+                    return shards
                 description = f"{question.name}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(

@@ -25,7 +25,7 @@ from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.images import ImageTokens
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
+from hf_trak.errors import ConfigMismatchError, GradientEngineError, IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.base import SplitBatch, is_out_of_memory
 from hf_trak.gradient_computers.environment import pass_settings
@@ -202,6 +202,33 @@ class StoredRows:
             return None
         index = next((index for index in range(len(shards)) if shards.exists(index)), None)
         return None if index is None else cls(shards, index, dataset, side)
+
+
+class LateChecks:
+    """Chooses the batches before which the engine is checked again: a late one, and the last of several rows.
+
+    Rows may mix in some batches alone, such as those that fill an expert to its capacity.
+
+    Attributes:
+        rows: the batch that is checked again now; empty for other batches.
+    """
+
+    def __init__(self, count: int) -> None:
+        """
+        Args:
+            count: number of rows that are to come.
+        """
+        self.rows: Sequence[int] = ()
+        self._left = count
+        self._late = count // 4
+
+    def meet(self, rows: Sequence[int]) -> bool:
+        """Take note of the next batch, and tell whether it is one of them."""
+        self._left -= len(rows)
+        chosen = len(rows) > 1 and self._left < max(self._late, 2)
+        self.rows = rows if chosen else ()
+        self._late = 0 if chosen else self._late
+        return chosen
 
 
 class Featurizer:
@@ -398,8 +425,10 @@ class Featurizer:
         cuts = [cut for rows in ranges for cut in batches.cuts(rows, batch_size)]
         stream = batches.iterate(cuts, batches.draws)
         main = self.processes.is_main_process
+        total, written = sum(map(len, ranges)), list[Path]()
+        late = LateChecks(total)
         with RowProgress(
-            sum(map(len, ranges)),
+            total,
             description,
             processes=self.processes.num_processes,
             show=main,
@@ -411,7 +440,18 @@ class Featurizer:
                 out_to_loss = torch.empty(len(shard_rows))
                 filled = 0
                 while filled < len(shard_rows):
-                    rows, features, q = self._next(stream, batches, computer, model_id, side)
+                    try:
+                        rows, features, q = self._next(stream, batches, computer, model_id, side, late)
+                    except GradientEngineError as error:
+                        if not late.rows:
+                            raise
+                        for path in written:
+                            path.unlink(missing_ok=True)
+                        raise GradientEngineError(
+                            f"The {side} rows {late.rows[0]} to {late.rows[-1]} fail a check that the first batch "
+                            f"passed: {error} What this process had written of {description} is removed. Delete "
+                            f"{shards.directory} if other runs or processes have written there."
+                        ) from error
                     places = torch.tensor(rows) - shard_rows.start
                     grads[places], out_to_loss[places] = features, q
                     filled += len(rows)
@@ -424,7 +464,7 @@ class Featurizer:
                     stored = None
                 # A second run on the same store may have been faster.
                 if self.division.is_leader and not shards.is_written(index):
-                    shards.write(index, grads, out_to_loss)
+                    written.append(shards.write(index, grads, out_to_loss))
 
     def computer(self) -> AutoGradientComputer | ShardedGradientComputer:
         """Make the engine that the configuration asks for.
@@ -470,13 +510,14 @@ class Featurizer:
         for one in stored:
             self._compare(one, computer, model_id)
 
-    def _compare(self, stored: StoredRows, computer: AbstractGradientComputer, model_id: int) -> None:
+    def _compare(
+        self, stored: StoredRows, computer: AutoGradientComputer | ShardedGradientComputer, model_id: int
+    ) -> None:
         """Compare the first rows of one shard with an engine that has been chosen, see [`~Featurizer.check`]."""
         shard = stored.shards.read(stored.index)
         rows = range(shard.start, min(shard.stop, shard.start + _COMPARED_ROWS))
-        checking = getattr(computer, "self_check", False)
-        if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
-            computer.self_check = computer.engine is None
+        checking = computer.self_check
+        computer.self_check = computer.engine is None
         try:
             # Each row is computed alone, so that rows of different sizes need not fit into one batch.
             batches = self.batches(stored.dataset, stored.side)
@@ -495,8 +536,7 @@ class Featurizer:
                         "code of the model or versions of packages. Restore it, or use another output directory."
                     )
         finally:
-            if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
-                computer.self_check = checking
+            computer.self_check = checking
 
     def _tolerance(self, shards: ShardSet, seen: bool) -> float:
         """Return the change of a stored row, relative to its norm, that rounding explains.
@@ -553,14 +593,17 @@ class Featurizer:
         self,
         stream: Iterator[tuple[list[int], Any]],
         batches: RowBatches,
-        computer: AbstractGradientComputer,
+        computer: AutoGradientComputer | ShardedGradientComputer,
         model_id: int,
         side: Side,
+        late: LateChecks | None = None,
     ) -> tuple[list[int], Tensor, Tensor]:
         """Return the next rows of a stream, their features `(B, k)` and q `(B,)`: means over their draws."""
         mean, rows = DrawMean(side), list[int]()
         for draw in range(batches.draws):
             rows, batch = next(stream)
+            if draw == 0 and late is not None and late.meet(rows):
+                computer.check_again()
             self.let_collate_alone(computer, batches, rows, batch, draw=draw)
             with targets_may_be_empty(batches.draws > 1):
                 mean.add(*self.features_of(rows, batch, computer, model_id, side))
@@ -610,11 +653,10 @@ class Featurizer:
 
     def let_collate_alone(
         self,
-        computer: AbstractGradientComputer,
+        computer: AutoGradientComputer | ShardedGradientComputer,
         batches: RowBatches,
         rows: Sequence[int],
         batch: Any,
-        completed: Callable[[Any, int], Any] | None = None,
         draw: int = 0,
     ) -> None:
         """Let the check of an engine compare rows of this batch with the same rows, each collated alone.
@@ -626,15 +668,12 @@ class Featurizer:
             batches: collates rows.
             rows: the rows of the batch.
             batch: the batch.
-            completed: makes of a row's batch and its number what the model takes; by default `in_dtype_of_model`.
             draw: number of the draw of random rows.
         """
-        if isinstance(computer, AutoGradientComputer | ShardedGradientComputer):
-            fits = SplitBatch.of(batch).size == len(rows)
-            finish = completed or (lambda alone, _: self.in_dtype_of_model(alone))
-            computer.collated_alone = (
-                (lambda position: finish(batches.alone(rows[position], draw), rows[position])) if fits else None
-            )
+        fits = SplitBatch.of(batch).size == len(rows)
+        computer.collated_alone = (
+            (lambda position: self.in_dtype_of_model(batches.alone(rows[position], draw))) if fits else None
+        )
 
     def in_dtype_of_model(self, batch: Any) -> Any:
         """Cast floating-point inputs (pixels, sound) to the dtype of a model cast by `model_dtype`. Labels stay."""
@@ -707,11 +746,11 @@ class _SamplePerRow:
 
     def __call__(self, start: int, block: Tensor) -> None:
         self._check(block.shape[0])
-        self.sink(start, block)
+        self.sink(start, _at_most_float32(block))
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
         self._check(left.shape[0])
-        self.sink.add_outer(start, left, right)
+        self.sink.add_outer(start, _at_most_float32(left), _at_most_float32(right))
 
     def _check(self, samples: int) -> None:
         if samples != self.rows:
@@ -719,6 +758,11 @@ class _SamplePerRow:
                 f"The collator made a batch of {samples} samples from {self.rows} rows. Expected one sample per row, "
                 "since scores are kept by row. Use a collator that neither drops nor adds samples."
             )
+
+
+def _at_most_float32(block: Tensor) -> Tensor:
+    """Round gradients of a float64 model to the dtype in which features are summed."""
+    return block.float() if block.dtype == torch.float64 else block
 
 
 def _progress(shards: ShardSet, wanted: range, description: str) -> str:

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches, row_count
 from hf_trak.featurize.estimation import FitCost, largest_share
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch
@@ -77,6 +79,16 @@ def transposed(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
 
 
+def _featurizer(model: FeaturizedModel, task: AbstractModelOutput) -> Featurizer:
+    """Make what streams gradients into a fit, by the engine that `auto` chooses whichever is configured.
+
+    Bases depend on the form in which an engine gives gradients, and the identity of a curvature names no engine.
+    """
+    made = model.featurizer(task)
+    made.args = replace(made.args, engine="auto")
+    return made
+
+
 class FitBatches:
     """Batches of training rows for a fit, with the numbers of their rows where labels are drawn."""
 
@@ -94,8 +106,8 @@ class FitBatches:
             tasks: the tasks of the passes, which may draw labels.
             model_id: the checkpoint.
         """
-        self._checked = model.featurizer(given)
-        self._featurizers = {stage: model.featurizer(task) for stage, task in tasks.items()}
+        self._checked = _featurizer(model, given)
+        self._featurizers = {stage: _featurizer(model, task) for stage, task in tasks.items()}
         self._batches: RowBatches = self._checked.batches(model.train_dataset)
         self._model = model
         self._model_id = model_id

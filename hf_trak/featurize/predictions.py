@@ -1,14 +1,21 @@
 """Rows with the model's own predictions in place of labels: what made the model say this, right or wrong?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_trak.data.batch_limits import BatchLimits
-from hf_trak.data.rows import row_count
+from hf_trak.data.columns import is_text
+from hf_trak.data.language import TOKENS, tokenize_prompt
+from hf_trak.data.rows import attribute_of, row_count
+from hf_trak.data.said import PREDICTED
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions.base import STACKED, call_model
@@ -17,10 +24,6 @@ from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
-
-PREDICTED = "predicted"
-"""The column of predictions as texts or names of classes."""
-
 
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
@@ -38,7 +41,7 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
 
     Raises:
         TypeError: the dataset is no `datasets.Dataset`, or the task has no prediction that could be a label.
-        ValueError: there are arguments of `generate` for a classifier, or nothing is generated.
+        ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
     """
     row_count(dataset, "dataset")
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
@@ -92,19 +95,12 @@ def _with_some_label(dataset: Dataset) -> Dataset:
 
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
     """Generate what the model writes after each prompt. Prompts go one at a time, so that none is padded."""
-    featurizer, causal = model.featurizer(), isinstance(model.task, CausalLMModelOutput)
+    causal = isinstance(model.task, CausalLMModelOutput)
+    _check_options(generation, model.model)
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)
-    batches, made = featurizer.batches(dataset, "target"), list[dict[str, Any]]()
-    positions = BatchLimits.of(model.model).positions
-    for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
-        if "pixel_values" in batch:
-            raise TypeError(
-                f"The rows have images, and the columns {dataset.column_names}. Expected the columns `images` and "
-                "`prompt`, which tell where an answer begins. Divide messages into a prompt and a completion, as "
-                "TRL's `SFTTrainer` takes them."
-            )
-        prompt = _prompt(batch, causal)
+    made, positions = list[dict[str, Any]](), BatchLimits.of(model.model).positions
+    for row, prompt in enumerate(_prompts(model, dataset, causal)):
         if causal:
             _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
         with pass_settings(model.model), torch.no_grad():
@@ -112,16 +108,76 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
             written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
         start = prompt.shape[1] if causal else 1  # a decoder begins with a token of its own
         answer = written[start:]
-        if not answer:
-            raise ValueError(
-                f"The model generates nothing for row {row}. Expected at least one token. Raise `max_new_tokens`."
-            )
         made.append(_causal_row(prompt[0].tolist(), answer) if causal else _seq2seq_row(prompt[0].tolist(), answer))
-        made[-1][PREDICTED] = _text(model, answer)
+        made[-1][PREDICTED] = _said(model, answer, row)
     replaced = [name for name in made[0] if name in dataset.column_names]
     tokens = [name for name in dataset.column_names if _is_per_token(dataset, name)]
     kept = dataset.remove_columns(list(dict.fromkeys([*replaced, *tokens])))
     return _beside(kept, Dataset.from_list(made))
+
+
+def _check_options(generation: Mapping[str, Any], model: Any) -> None:
+    """Refuse options that neither `generate` nor the model has."""
+    known = {
+        *GenerationConfig().to_dict(),
+        *signature(model.generate).parameters,
+        *signature(model.forward).parameters,
+    }
+    if unknown := [name for name in generation if name not in known]:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean `{near[0]}`?)" if near else ""
+        raise ValueError(
+            f"`generate` has no option `{unknown[0]}`{hint}. Expected fields of `transformers.GenerationConfig`, such "
+            "as `max_new_tokens`. Correct the name."
+        )
+
+
+def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator[Tensor]:
+    """Yield the tokens that come before each answer, `(1, T)`."""
+    columns, rows, tokenize = dataset.column_names, dataset.with_format(None), None
+    settings = attribute_of(model.data_collator, "prompt_settings") or {}
+    if causal and isinstance(model.processing_class, PreTrainedTokenizerBase) and "images" not in columns:
+        chat = _of_chats(model.train_dataset)
+        tokenize = partial(tokenize_prompt, tokenizer=model.processing_class, chat=chat, **settings)
+    asked = tokenize is not None and any(name in columns for name in ("messages", "prompt"))
+    if tokenize is not None and TOKENS not in columns and (asked or settings.get("text_column", "text") in columns):
+        yield from (torch.tensor([tokenize(row)], device=model.device) for row in rows)
+        return
+    batches = model.featurizer().batches(dataset, "target")
+    for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
+        if "pixel_values" in batch:
+            raise TypeError(
+                f"The rows have images, and the columns {columns}. Expected the columns `images` and `prompt`, which "
+                "tell where an answer begins. Divide messages into a prompt and a completion, as TRL's `SFTTrainer` "
+                "takes them."
+            )
+        prompt = _prompt(batch, causal)
+        if tokenize is not None and asked and prompt.shape[1] == _tokens(batch):  # no label tells where it ends
+            prompt = _beginning(prompt, tokenize(rows[row]), row)
+        yield prompt
+
+
+def _of_chats(train_dataset: Any) -> bool:
+    """Tell whether training rows are conversations, so that a text is what a user says."""
+    kinds = train_dataset.features if isinstance(train_dataset, Dataset) else {}
+    return "messages" in kinds or "conversations" in kinds or ("prompt" in kinds and not is_text(kinds["prompt"]))
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    """Count the tokens of a batch of one row."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].shape[1] if mask is None else int(mask.sum())
+
+
+def _beginning(tokens: Tensor, prompt: list[int], row: int) -> Tensor:
+    """Return the prompt of a row, which its tokens begin with."""
+    both = min(tokens.shape[1], len(prompt))
+    if tokens[0, :both].tolist() != prompt[:both]:
+        raise ValueError(
+            f"The tokens of row {row} are not those of its prompt, and no label is masked. Expected to find where the "
+            "answer begins. Mask the labels of the prompt with -100, or leave `input_ids` out."
+        )
+    return tokens.new_tensor([prompt])
 
 
 def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
@@ -136,13 +192,7 @@ def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Map
         given = _prompt_inputs(batch, prompt)
         with pass_settings(model.model), torch.no_grad():
             written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
-        text = _text(model, written[prompt.shape[1] :])
-        if not text.strip():
-            raise ValueError(
-                f"The model generates no text for row {row}. Expected at least one token that is text. Raise "
-                "`max_new_tokens`."
-            )
-        answers.append(text)
+        answers.append(_said(model, written[prompt.shape[1] :], row))
     said = [
         _completion(row["prompt"], text) for row, text in zip(kept.select_columns(["prompt"]), answers, strict=True)
     ]
@@ -172,8 +222,9 @@ def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None)
     """Refuse to generate more than the model has positions for, which fails deep inside of it."""
     if positions is not None and isinstance(new_tokens, int) and tokens + new_tokens > positions:
         raise ValueError(
-            f"Row {row} has a prompt of {tokens} tokens, and `max_new_tokens` is {new_tokens}. The model has "
-            f"{positions} positions. Ask for at most {max(0, positions - tokens)} new tokens, or shorten the row."
+            f"Row {row} has a prompt of {tokens} tokens, `max_new_tokens` is {new_tokens}, and the model has "
+            f"{positions} positions. Expected room for all tokens. Ask for at most "
+            f"{max(0, positions - tokens)} new tokens, or shorten the row."
         )
 
 
@@ -212,6 +263,15 @@ def _beside(dataset: Dataset, columns: Dataset) -> Dataset:
     return concatenate_datasets([dataset, columns], axis=1) if dataset.column_names else columns
 
 
-def _text(model: FeaturizedModel, answer: Sequence[int]) -> str:
+def _said(model: FeaturizedModel, answer: Sequence[int], row: int) -> str:
+    """Return an answer as text. Raises `ValueError` if it is empty."""
     decode = getattr(model.processing_class, "decode", None)
-    return " ".join(map(str, answer)) if decode is None else str(decode(list(answer), skip_special_tokens=True))
+    ends = getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)
+    words = [token for token in answer if token not in (ends if isinstance(ends, list) else [ends])]
+    text = " ".join(map(str, words)) if decode is None else str(decode(list(answer), skip_special_tokens=True))
+    if not text.strip():
+        raise ValueError(
+            f"The answer to row {row} is empty: the tokens {list(answer)[:8]}, none of them text. Expected something "
+            "that the model says. Ask with the template it was trained with or `min_new_tokens`, or leave the row out."
+        )
+    return text

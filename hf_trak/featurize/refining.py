@@ -248,7 +248,6 @@ class _Chunk:
 
     def prepare(self) -> None:
         """Remove what processes that died have left, and find the state after the last step. In the main process."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         remove_stale_temporaries(self.directory)
         self._state = self._resumed()
 

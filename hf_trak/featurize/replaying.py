@@ -31,6 +31,7 @@ from hf_trak.methods import Exact, Replay
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.runtime.sharding import is_sharded
@@ -93,7 +94,8 @@ class ReplayScores(ExactScores):
             method: the options.
 
         Raises:
-            HfTrakError: the attributor was made without a trainer, or its run has steps that cannot be replayed.
+            HfTrakError: the attributor was made without a trainer, its run has steps that cannot be replayed, or
+                SGD had a loss of the trainer's own.
             TypeError: the task has no loss of every row.
             ValueError: the model is divided over processes.
             IncompleteStoreError: the training rows are not at hand.
@@ -117,6 +119,12 @@ class ReplayScores(ExactScores):
         model.require_one_draw(model.train_dataset, "Moments of gradients are those of one draw.")
         self.method = method
         self.run = trained_with(model)
+        if self.run.kind == "sgd" and isinstance(model.task, TrainerLossModelOutput):
+            raise HfTrakError(
+                "`method` is 'replay', for SGD with a loss of the trainer's own, whose scale in a batch is not known "
+                "here, and SGD's steps depend on it. Expected a loss of the model, or AdamW. Set `method='exact'`, or "
+                "`Replay(of='run')`."
+            )
 
     @property
     def damping(self) -> float:
@@ -214,10 +222,10 @@ class ReplayScores(ExactScores):
         for numbers, batch in batches.iterate(batches.cuts(rows, size)):
             featurizer.let_collate_alone(computer, batches, numbers, batch)
             featurizer.features_of(numbers, batch, computer, model_id, "train")
-            task = self.model.task
-            labels += (
-                float(task.label_weights(batch).sum()) if isinstance(task, AggregatedModelOutput) else len(numbers)
-            )
+            if isinstance(task, AggregatedModelOutput):
+                labels += float(task.label_weights(batch).sum())
+            else:
+                labels += len(numbers)
             progress.update(len(numbers))
         return sums.sums.float().cpu(), torch.full((2,), labels)
 

@@ -92,6 +92,8 @@ def revise(
 
 
 def _checked_rows(exclude: Iterable[int], n: int) -> list[int]:
+    if not isinstance(exclude, Iterable):
+        raise TypeError(f"`rows` is {exclude!r}. Expected numbers of training rows. Pass a list: `[{exclude!r}]`.")
     rows = exclude.tolist() if hasattr(exclude, "tolist") else list(exclude)
     bad = [row for row in rows if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < n]
     if bad:

@@ -11,6 +11,7 @@ from hf_trak.curvature.maps import WhitenedProjection
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fidelity import Agreement, fitted_curvature, sampled_scores
+from hf_trak.store.sealed import read_sealed, write_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,8 @@ LEAST_AGREEMENT = 0.5
 """Rank correlation of inner products of features with exact ones, below which a sketch does not hold them."""
 
 CHECKED_ROWS, CHECKED_TARGETS = 32, 4
+
+AGREEMENT_FILE = "agreement.json"
 
 
 class WhitenedModel(FeaturizedModel):
@@ -47,16 +50,24 @@ class WhitenedModel(FeaturizedModel):
     def check_features(self, model_id: int) -> float:
         """Compare inner products of whitened features with exact ones on a sample, and warn where they disagree.
 
+        The result is kept beside the features, so that they are compared once, and after a kill all the same.
+
         Args:
             model_id: the checkpoint, featurized. All processes call this together.
 
         Returns:
             The rank correlation, mean over the targets of the sample; 1 if the rows are too few to tell.
         """
-        if len(self.train_dataset) <= CHECKED_TARGETS + 3:
+        if len(self.train_dataset) <= CHECKED_TARGETS + 3 or getattr(self.train_dataset, "absent", False):
             return 1.0
+        path = self.store.checkpoint_dir(model_id) / AGREEMENT_FILE
+        features = self.processes.broadcast_from_main(lambda: self.store.train(model_id).content_hash)
+        saved = self.processes.broadcast_from_main(lambda: read_sealed(path) if path.exists() else {})
+        if saved.get("features") == features:
+            return float(saved["spearman"])
         scores, curvature, _ = sampled_scores(self, CHECKED_ROWS, CHECKED_TARGETS, 0, model_id)
         found = Agreement.of(scores.products, scores.exact_products, 1).mean_spearman
+        self.processes.broadcast_from_main(lambda: write_sealed(path, {"features": features, "spearman": found}))
         if found < LEAST_AGREEMENT and self.processes.is_main_process:
             logger.warning(
                 "Inner products of the whitened features of checkpoint %d have a rank correlation of %.2f with exact "

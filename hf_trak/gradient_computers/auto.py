@@ -129,6 +129,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         self._checked: set[tuple[object, ...]] = set()
         self._padding: dict[tuple[object, ...], PaddingSearch] = defaultdict(PaddingSearch)
         self._refusals: list[str] = []
+        self._again = False
         self._kept: KeptPass | None = None
 
     def use(self, engine: str | None) -> None:
@@ -142,6 +143,10 @@ class AutoGradientComputer(AbstractGradientComputer):
             self.self_check = False
             self.engines = (engine,)
             self._remaining = [engine]
+
+    def check_again(self) -> None:
+        """Check the next batch, whatever was checked before it. No other engine takes the place of one that fails."""
+        self._again = True
 
     def load_model_params(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -173,11 +178,13 @@ class AutoGradientComputer(AbstractGradientComputer):
         apart: RowAlone | None = None
         if self.self_check and self.collated_alone is not None and not search.finished:
             apart = search.look(split, self.collated_alone)
-        if self._computer is not None and (not self.self_check or (kind in self._checked and apart is None)):
+        known = kind in self._checked
+        again, self._again = self._again and known, False
+        if self._computer is not None and (not self.self_check or (known and apart is None and not again)):
             return self._computer
         samples = Samples.of(batch, side, apart)
         reference = self._reference(samples) if self.self_check else None
-        computer = self._chosen(reference, samples, self._if_small(sink, split.size))
+        computer = self._chosen(reference, samples, self._if_small(sink, split.size), again)
         if reference is not None:
             self._checked.add(kind)
             search.finished |= apart is not None and apart.padded and apart.row in reference.rows
@@ -195,9 +202,9 @@ class AutoGradientComputer(AbstractGradientComputer):
         return sink if size * row_bytes <= KEPT_BYTES else None
 
     def _chosen(
-        self, reference: Reference | None, samples: Samples, sink: GradientSink | None
+        self, reference: Reference | None, samples: Samples, sink: GradientSink | None, again: bool
     ) -> AbstractGradientComputer:
-        """Return the engine in use, or the next one, that has the gradients of the reference."""
+        """Return the engine in use, or the next one unless `again`, that has the gradients of the reference."""
         independence = None
         if reference is not None:
             independence = BatchIndependence(reference, samples, self.modelout_fn, self.model)
@@ -214,6 +221,8 @@ class AutoGradientComputer(AbstractGradientComputer):
                 failure = error
             if independence is not None and not (is_out_of_memory(failure) or isinstance(failure, _NOT_OF_ENGINES)):
                 independence.require()  # is it the batch that is wrong?
+            if again:
+                raise failure
             self._refuse(failure)
 
     def _refuse(self, error: Exception) -> None:

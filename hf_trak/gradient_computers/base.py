@@ -179,6 +179,7 @@ class SplitBatch:
         size: B.
         mapped: the tensors whose leading dimension is B.
         constant: everything else (flags, constants, tables).
+        listed: those of `constant` that are lists of B mappings or tensors, such as the boxes of every image.
         keys: all keys, in order.
         is_mapping: whether the batch is a mapping.
         kind: `dict`, `tuple`, or the class of a namedtuple or of a dataclass' fields, whose attributes tasks may read.
@@ -189,6 +190,7 @@ class SplitBatch:
     constant: dict[Any, Any]
     keys: tuple[Any, ...]
     is_mapping: bool
+    listed: dict[Any, Sequence[Any]]
     kind: type[Any] = dict
 
     @classmethod
@@ -204,11 +206,16 @@ class SplitBatch:
         items = dict(batch.items()) if isinstance(batch, Mapping) else dict(enumerate(batch))
         mapped = {k: v for k, v in items.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == size}
         constant = {k: v for k, v in items.items() if k not in mapped}
+        listed = {
+            k: v
+            for k, v in constant.items()
+            if isinstance(v, list | tuple) and len(v) == size and all(isinstance(one, Mapping | Tensor) for one in v)
+        }
         kept = isinstance(batch, FieldBatch) or hasattr(batch, "_fields")
         kind = type(batch) if kept else dict if is_mapping else tuple
-        return cls(size, mapped, constant, tuple(items), is_mapping, kind)
+        return cls(size, mapped, constant, tuple(items), is_mapping, listed, kind)
 
-    def rebuild(self, mapped: Mapping[Any, Tensor]) -> Batch:
+    def rebuild(self, mapped: Mapping[Any, Any]) -> Batch:
         """Make a batch of the same kind with other tensors in place of the mapped ones."""
         values = {**self.constant, **mapped}
         if self.is_mapping:
@@ -218,7 +225,12 @@ class SplitBatch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Make a batch of samples `start … stop`."""
-        return self.rebuild({key: tensor[start:stop] for key, tensor in self.mapped.items()})
+        return self.rebuild({key: values[start:stop] for key, values in (*self.mapped.items(), *self.listed.items())})
+
+    def picked(self, rows: Sequence[int]) -> Batch:
+        """Make a batch of some samples."""
+        tensors = {key: tensor[list(rows)] for key, tensor in self.mapped.items()}
+        return self.rebuild({**tensors, **{key: [values[row] for row in rows] for key, values in self.listed.items()}})
 
     @property
     def sample_elements(self) -> int:

@@ -143,7 +143,7 @@ class BatchIndependence:
         Raises:
             SamplesMixedError: f of a sample depends on the others.
         """
-        if not self._known and isinstance(self._task, BatchedModelOutput):
+        if not self._known and isinstance(self._task, BatchedModelOutput) and not self._task.row_by_row:
             task, batch, side = self._task, self._samples.batch, self._samples.side
             in_chunks(self._model, lambda: check_batch_independence(self._reference, task, batch, side, self._model))
         self._known = True
@@ -266,7 +266,7 @@ def _is_in_batch(
     task, model, layout = computer.modelout_fn, computer.model, computer.layout
     if reference.tolerance.ceiling is not None or reference.sketch is not None:
         return False  # half precision, whose rounding is measured, or a model too large for whole gradients
-    if not isinstance(task, BatchedModelOutput):
+    if not isinstance(task, BatchedModelOutput) or task.row_by_row:
         return False
     parameters = dict(model.named_parameters())
     wanted = [parameters[name] for name in layout.names]

@@ -1,11 +1,12 @@
 """The changes of an engine for the time of one pass: context managers that put everything back, also on exceptions."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hf_trak._compat import class_if_imported, keeping_4bit_weights, packed_4bit_layer
 
@@ -68,6 +69,16 @@ def _in_evaluation_mode(module: torch.nn.Module, checkpoint: Callable[..., Any])
         return checkpoint(evaluated, *args[:1], use_reentrant=False)
 
     return function
+
+
+@contextmanager
+def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks when the block ends."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -116,6 +116,11 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 "the functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
                 "the task from BatchedModelOutput."
             )
+        if (split.listed and split.size > 1) or (isinstance(task, BatchedModelOutput) and task.row_by_row):
+            raise GradientEngineError(
+                f"The task {type(task).__name__} takes rows alone, or lists of them, which cannot be vectorized. Use "
+                "the iterative engine."
+            )
         attributed = {name: self.func_weights[name] for name in self.layout.names}
         fixed = {name: weight for name, weight in self.func_weights.items() if name not in attributed}
 

@@ -79,7 +79,7 @@ class ParameterLayout:
                 slots.append(ParameterSlot(name, tuple(whole_shape(parameter)), offset))
                 offset += slots[-1].numel
         if not slots:
-            raise ValueError(f"No parameter to attribute. {remedy}")
+            raise ValueError(f"No parameter is left to attribute. Expected at least one. {remedy}")
         return cls(tuple(slots))
 
     @property

@@ -127,12 +127,19 @@ class PaddingSearch:
         return list(dict.fromkeys([*rows, *ends]))
 
 
+_FIRST = 2**20
+
+
 def likely_padded(split: SplitBatch) -> list[int]:
-    """List the rows with zeros in a mask, most zeros first, then rows that end or begin with one value repeated."""
+    """List the rows with zeros in a mask, most zeros first, then rows that end or begin with one value repeated.
+
+    The attention mask comes before others, whose tensors the model may not take.
+    """
     masked, repeated = [0] * split.size, [0] * split.size
     for key, tensor in split.mapped.items():
         if str(key).endswith(MASKS) and tensor.ndim > 1:
-            masked = _summed(masked, (tensor == 0).flatten(1).sum(1))
+            zeros = (tensor == 0).flatten(1).sum(1)
+            masked = _summed(masked, zeros * _FIRST if key == "attention_mask" else zeros)
         elif tensor.ndim in (2, 3) and tensor.shape[1] > 1:
             repeated = _summed(repeated, torch.maximum(_run(tensor), _run(tensor.flip(1))))
     likely = [row for row in range(split.size) if masked[row] or repeated[row]]

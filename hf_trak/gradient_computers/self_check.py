@@ -68,8 +68,7 @@ class Samples:
 
     def within(self, *rows: int) -> Batch:
         """Make a batch of some samples, as they are in the whole batch."""
-        split = SplitBatch.of(self.batch)
-        return split.rebuild({key: tensor[list(rows)] for key, tensor in split.mapped.items()})
+        return SplitBatch.of(self.batch).picked(rows)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ the columns of whole parameters are emitted by the first process alone. The sums
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from hf_trak._compat import class_before_fsdp, gathered_after_forward
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
@@ -64,16 +65,6 @@ def sharded_head(model: nn.Module) -> nn.Linear | None:
     if not units or is_zero(model) or tensor_parallel_ranks(model):
         return None
     return head if head.weight.is_floating_point() and head.weight.device.type != "meta" else None
-
-
-@contextmanager
-def holding(model: nn.Module, head: nn.Linear) -> Iterator[None]:
-    """Return a context in which the units of FSDP2 around a head are not freed after their forward pass."""
-    with ExitStack() as stack:
-        for unit in fsdp_modules(model):
-            if any(module is head for module in unit.modules()):
-                stack.enter_context(gathered_after_forward(unit))
-        yield
 
 
 CHECK = "check"
@@ -176,9 +167,13 @@ class ShardedGradientComputer(HookedGradientComputer):
         """Check the engine no more: it has been checked on another task of the same model."""
         self.self_check = self.self_check and engine is None
 
+    def check_again(self) -> None:
+        """Check the next batch, whatever was checked before it."""
+        self._checked.clear()
+
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         self._last = batch, side
-        words = self.lockstep.begin(CHECK if self._unchecked(batch, side) else STEP)
+        words = self.lockstep.exchange(CHECK if self._unchecked(batch, side) else STEP)
         return self._step(batch, sink, side, words)
 
     def accompany(self, words: list[str], batch: Callable[[], Batch], side: Side) -> None:
@@ -250,10 +245,15 @@ class ShardedGradientComputer(HookedGradientComputer):
     def _deferrable_head(self) -> nn.Linear | None:
         return sharded_head(self.model)
 
-    def _holding(self) -> AbstractContextManager[None]:
-        """Return a context in which the head is whole to the end of a pass, whether or not this process defers."""
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keep the units of FSDP2 around the head to the end of a pass, whether or not this process defers."""
         head = self._deferrable_head()
-        return nullcontext() if head is None else holding(self.model, head)
+        with ExitStack() as stack:
+            for unit in fsdp_modules(self.model) if head is not None else ():
+                if any(module is head for module in unit.modules()):
+                    stack.enter_context(gathered_after_forward(unit))
+            yield
 
     def _gathered(self, name: str, start: int, block: Tensor | OuterBlock) -> tuple[int, Tensor | OuterBlock]:
         """Make a block of one process, which may have slices or a part of the heads, that of the whole parameter."""
@@ -398,17 +398,14 @@ class ShardedGradientComputer(HookedGradientComputer):
                     hooked_pass.adopt(parameter, name)
 
         handles = [unit.register_forward_pre_hook(adopt) for unit in fsdp_modules(self.model)]
-        try:
-            with (
-                gathering(self.model, self._layers, adopt_gathered) if self._layers else nullcontext(),
-                hooks_as_forward(self.model),
-                self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
-                super().watching(hooked_pass, selected),
-            ):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with (
+            removing(handles),
+            gathering(self.model, self._layers, adopt_gathered) if self._layers else nullcontext(),
+            hooks_as_forward(self.model),
+            self._slices.watched(adopt_slice, lambda: hooked_pass.bypass_depth > 0),
+            super().watching(hooked_pass, selected),
+        ):
+            yield
 
     def _owned(self, selected: dict[int, str]) -> dict[int, list[tuple[nn.Module, str, str]]]:
         """List module, own name and name in the model of the attributed parameters of every FSDP2 unit, by `id`."""

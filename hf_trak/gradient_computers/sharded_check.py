@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch, one_per_sample, run_model
-from hf_trak.gradient_computers.environment import differentiating
+from hf_trak.gradient_computers.environment import differentiating, removing
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.self_check import REMEDY
@@ -201,11 +201,8 @@ def _sketched_as_they_come(f: Tensor, computer: CheckedEngine, parameters: dict[
         return take
 
     handles = [parameter.register_hook(taking(name)) for name, parameter in parameters.items()]
-    try:
+    with removing(handles):
         torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
     return sketch
 
 

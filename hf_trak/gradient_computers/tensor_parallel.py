@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_trak._compat import own_parameters
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.rules.registry import Piece
 from hf_trak.gradient_computers.hooked.rules.tensor_parallel import placed
 from hf_trak.gradient_computers.hooked.workspace import OuterBlock
@@ -162,12 +163,11 @@ class Slices:
 
         handles = [module.register_forward_pre_hook(before) for module in self._modules]
         handles += [module.register_forward_hook(after) for module in self._modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.take_away()
+        with removing(handles):
+            try:
+                yield
+            finally:
+                self.take_away()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.kernels.torch_sparse import SparseMap
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
@@ -164,11 +165,8 @@ def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
         return _RandomlyRounded.apply(result, generators[result.device])
 
     handles = [m.register_forward_hook(hook) for m in model.modules() if next(m.children(), None) is None]
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _RandomlyRounded(torch.autograd.Function):

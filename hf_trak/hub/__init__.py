@@ -7,7 +7,7 @@ compares them with `manifest.py`; `index_files.py`, `index_shards.py` and `curva
 dataset repo, `banks.py` serves banks of retrained models, `cards.py` writes cards.
 
 Everything that others published is checked before it is used. `safe_loading.py` is the only module of the library that
-loads models, tokenizers and datasets by name; `names.py` checks names, JSON and YAML.
+loads models, tokenizers and datasets by name; `names.py` checks names, JSON and YAML, `parquet_groups.py` rows.
 
 May import `evaluation` and what lies below it. Knows nothing of reports and the command line.
 """

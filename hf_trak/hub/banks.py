@@ -299,7 +299,7 @@ def push_bank(
     repo_id: str,
     *,
     parts: Sequence[str] | None = None,
-    private: bool | None = None,
+    private: bool = True,
     token: str | bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
@@ -319,8 +319,8 @@ def push_bank(
             The dataset repo, created if need be.
         parts (`Sequence[str]`, *optional*):
             Names of the parts to publish. By default all, which then have to be complete.
-        private (`bool`, *optional*):
-            Visibility of a repo that is created. By default the Hub decides. `True` with a public repo is refused.
+        private (`bool`, *optional*, defaults to `True`):
+            Create a private repo, and refuse a public one. `False` creates a public repo.
         token (`str` or `bool`, *optional*):
             As in `huggingface_hub`; needs the right to write.
         revision (`str`, *optional*):

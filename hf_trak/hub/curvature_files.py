@@ -3,17 +3,16 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import KINDS
-from hf_trak.curvature.files import CURVATURE_FILE
+from hf_trak.curvature.files import CURVATURE_FILE, BlockFile
 from hf_trak.errors import StoreError
 from hf_trak.featurize.definition import CURVATURE_VERSION
 from hf_trak.hub.files import IndexFiles, check_file, reason_of, sealed_object, tensor_bytes
@@ -21,8 +20,8 @@ from hf_trak.hub.index_files import check_finite
 from hf_trak.hub.manifest import INDEX_DIGITS
 from hf_trak.hub.names import shown
 from hf_trak.store.atomic import differing
-from hf_trak.store.sealed import SEALED_VERSION, content_digest
-from hf_trak.store.shards import TensorSpec, read_tensors
+from hf_trak.store.sealed import SEALED_VERSION
+from hf_trak.store.shards import read_tensors
 from hf_trak.store.store import FeatureStore
 
 MAX_SIDE = 1 << 15
@@ -33,9 +32,6 @@ MAX_SIDE = 1 << 15
 _MAX_PIECES = 1 << 24
 
 """Maximum number of contiguous pieces of all blocks: one for each row of a matrix that is cut in columns."""
-
-
-_VALUES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,10 @@ class CurvatureRecord:
     blocks: CurvatureBlocks
 
     @property
-    def tensors(self) -> dict[str, dict[str, TensorSpec]]:
-        """Return the tensors of every file by the name of the file."""
-        files = {f"block-{index:05d}.safetensors": self._block(one) for index, one in enumerate(self.blocks.kronecker)}
-        if self.blocks.diagonal:
-            files["diagonal.safetensors"] = {
-                f"{index:05d}": TensorSpec((block.numel,), _VALUES) for index, block in enumerate(self.blocks.diagonal)
-            }
-        return files
-
-    def _block(self, block: KroneckerBlock) -> dict[str, TensorSpec]:
-        rows, columns = block.shape
-        specs = {"eigenvalues": TensorSpec((rows, columns), _VALUES)}
-        if self.identity["kind"] != "diagonal":
-            specs["left_basis"] = TensorSpec((rows, rows), _VALUES)
-            specs["right_basis"] = TensorSpec((columns, columns), _VALUES)
-        return specs
+    def files(self) -> list[BlockFile]:
+        """List the files of all blocks."""
+        indices = [*range(len(self.blocks.kronecker)), *([None] if self.blocks.diagonal else [])]
+        return [BlockFile.of(self.identity, self.blocks, index) for index in indices]
 
 
 def read_content(files: IndexFiles, store: FeatureStore, model_id: int) -> dict[str, Any]:
@@ -128,6 +112,9 @@ def checked_record(content: Mapping[str, Any], store: FeatureStore) -> Curvature
         raise StoreError(
             f"its number of rows is {shown(rows)}, and in its identity {shown(content['identity'].get('rows'))}"
         )
+    scale = content.get("scale")
+    if type(scale) is not float or not 0 <= scale < inf:
+        raise StoreError(f"its scale is {shown(scale)}, not a finite number of at least 0")
     return CurvatureRecord(content["identity"], blocks)
 
 
@@ -274,15 +261,15 @@ def stored_curvature(store: FeatureStore, model_id: int) -> StoredCurvature | No
             logger.warning("%s was fitted by another version of hf_trak, and is not published.", path)
             return None
         record = checked_record(content, store)
-        for name, specs in record.tensors.items():
-            path = root / folder / name
-            checked_tensors(path, record, specs)
+        for file in record.files:
+            path = root / folder / file.name
+            checked_tensors(path, file)
     except StoreError as error:
         raise StoreError(
             f"{path} cannot be published: {reason_of(error)}. Expected a curvature as hf_trak fits it. Delete "
             f"{root / folder} and fit it again, or publish the index without it (`curvature=False`)."
         ) from error
-    names = (CURVATURE_FILE, *record.tensors)
+    names = (CURVATURE_FILE, *(file.name for file in record.files))
     return StoredCurvature(record, {f"{folder}/{name}": root / folder / name for name in names})
 
 
@@ -329,16 +316,16 @@ def fetch_tensors(files: IndexFiles, store: FeatureStore, model_id: int, content
     path = f"{folder}/{CURVATURE_FILE}"
     with files.refused_if_damaged(path):
         record = checked_record(content, store)
-        tensors = {f"{folder}/{name}": specs for name, specs in record.tensors.items()}
+        tensors = {f"{folder}/{file.name}": file for file in record.files}
         listed = {name for name in files.listed if name.startswith(f"{folder}/")}
         if listed != {path, *tensors}:
             bases, others = len(record.blocks.kronecker), len(record.blocks.diagonal)
             raise StoreError(
                 f"it has {bases} blocks with bases and {others} others, and the manifest lists other files"
             )
-    for name, specs in tensors.items():
+    for name, file in tensors.items():
         with files.refused_if_damaged(name):
-            checked_tensors(files.fetch_tensors(name, tensor_bytes(specs)), record, specs)
+            checked_tensors(files.fetch_tensors(name, tensor_bytes(file.specs)), file)
     return [*tensors, path]
 
 
@@ -356,21 +343,20 @@ def fetch_known(files: IndexFiles, store: FeatureStore, model_id: int) -> list[s
     return []
 
 
-def checked_tensors(path: Path, record: CurvatureRecord, specs: Mapping[str, TensorSpec]) -> None:
+def checked_tensors(path: Path, file: BlockFile) -> None:
     """Check a file of tensors: size, header, identity, shapes, checksum and values.
 
     Args:
         path: the file on this machine.
-        record: the record of the curvature.
-        specs: its tensors.
+        file: what it has to be.
 
     Raises:
         StoreError: it is not a file of this curvature. The message begins with "it", or with the path.
     """
     if not path.is_file():
         raise StoreError("it is missing")
-    check_file(path, tensor_bytes(specs))
-    tensors = read_tensors(path, {"curvature": content_digest(record.identity)}, specs, verify=True)
+    check_file(path, tensor_bytes(file.specs))
+    tensors = read_tensors(path, file.identity, file.specs, verify=True)
     check_finite(tensors)
     for name, values in tensors.items():
         if not name.endswith("_basis") and bool((values < 0).any()):

@@ -5,6 +5,8 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,15 +47,16 @@ class ShardLayout:
             StoreError: a file of this size cannot hold these tensors. The message begins with "it".
         """
         self._specs = dict(sorted(specs.items(), key=lambda item: (-item[1].dtypes[0].itemsize, item[0])))
-        data = sum(self._bytes(name) for name in self._specs)
-        self.header = size - _LENGTH_BYTES - data
+        sizes = [prod(spec.shape) * spec.dtypes[0].itemsize for spec in self._specs.values()]
+        begin = size - sum(sizes)
+        self.header = begin - _LENGTH_BYTES
         if not 2 <= self.header <= MAX_HEADER_BYTES:
-            raise StoreError(f"it has {size} bytes, of which tensors take {data} and the header cannot take the rest")
-        self.stops: dict[str, int] = {}
-        stop = _LENGTH_BYTES + self.header
-        for name in self._specs:
-            stop += self._bytes(name)
-            self.stops[name] = stop
+            raise StoreError(
+                f"it has {size} bytes, of which tensors take {sum(sizes)} and the header cannot take the rest"
+            )
+        ends = list(accumulate(sizes, initial=begin))
+        self._starts = dict(zip(self._specs, ends, strict=False))
+        self.stops = dict(zip(self._specs, ends[1:], strict=True))
 
     def tensors(self, data: bytes) -> tuple[dict[str, Tensor], str]:
         """Take the tensors out of the first bytes of a file.
@@ -93,19 +96,14 @@ class ShardLayout:
             name: {
                 "dtype": _NAMES[spec.dtypes[0]],
                 "shape": list(spec.shape),
-                "data_offsets": [self.stops[name] - self._bytes(name) - begin, self.stops[name] - begin],
+                "data_offsets": [self._starts[name] - begin, self.stops[name] - begin],
             }
             for name, spec in self._specs.items()
         }
 
     def _tensor(self, name: str, data: bytes) -> Tensor:
-        spec, stop = self._specs[name], self.stops[name]
-        content = bytearray(data[stop - self._bytes(name) : stop])
+        spec, content = self._specs[name], bytearray(data[self._starts[name] : self.stops[name]])
         return torch.frombuffer(content, dtype=spec.dtypes[0]).reshape(spec.shape)
-
-    def _bytes(self, name: str) -> int:
-        spec = self._specs[name]
-        return int(torch.Size(spec.shape).numel()) * spec.dtypes[0].itemsize
 
 
 def keep_head(path: Path, tensors: Mapping[str, Tensor], metadata: str, check: Callable[[Path], object]) -> None:

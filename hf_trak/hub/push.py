@@ -15,6 +15,8 @@ from typing import Any
 
 import datasets
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError
@@ -70,7 +72,7 @@ class Destination:
 
     Attributes:
         repo_id: name of the repo, created if need be.
-        private: visibility of a repo that is created; `None` leaves it to the Hub's default.
+        private: whether the repo is to be private. `False` creates a public one, or leaves the repo as it is.
         token: as in `huggingface_hub`; needs the right to write.
         revision: the branch; `None` is the main branch.
         create_pr: open a pull request instead of committing.
@@ -78,25 +80,43 @@ class Destination:
     """
 
     repo_id: str
-    private: bool | None = None
+    private: bool = True
     token: str | bool | None = None
     revision: str | None = None
     create_pr: bool = False
     commit_message: str | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: the name cannot be that of a repo, or is that of a directory here.
+        """
+        try:
+            validate_repo_id(self.repo_id)
+        except (HFValidationError, TypeError) as error:
+            raise ValueError(f"`repo_id` is {self.repo_id!r}: {error}. {_NO_DIRECTORY}") from error
+        if "/" not in self.repo_id and Path(self.repo_id).is_dir():
+            raise ValueError(f"`repo_id` is {self.repo_id!r}, which is a directory here. {_NO_DIRECTORY}")
+
+
+_NO_DIRECTORY = (
+    "Expected the name of a repo of the Hub, `user/name`. Into a directory, `save_pretrained` writes an index, and "
+    "`save_to_disk` scores."
+)
 
 
 def create_repo(api: HfApi, destination: Destination) -> str:
     """Create the repo unless it exists, and return its full name, `user/name`.
 
     Raises:
-        ValueError: the repo exists and is public, but `private=True` was given.
+        ValueError: the repo exists and is public, but is to be private.
     """
     private = destination.private
     repo_id = api.create_repo(destination.repo_id, repo_type=REPO_TYPE, private=private, exist_ok=True).repo_id
     if private and not api.dataset_info(repo_id).private:
         raise ValueError(
-            f"The dataset repo {repo_id!r} exists and is public, but `private=True` was given. Nothing was "
-            "uploaded. Expected a private repo: change its visibility in its settings, or push to another one."
+            f"The dataset repo {repo_id!r} exists and is public, and `private` is True. Nothing was uploaded. Pass "
+            "`private=False` to publish for everyone, or make the repo private in its settings."
         )
     return repo_id
 
@@ -321,27 +341,21 @@ _UPLOAD_FILES = 64
 
 
 def push_attributor(
-    attributor: FeaturizedModel,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    curvature: bool = True,
-    **facts: Any,
+    attributor: FeaturizedModel, destination: Destination, curvature: bool = True, **facts: Any
 ) -> CommitInfo:
-    """Publish the index of an attributor; see [`push_index`] for the arguments.
+    """Publish the index of an attributor.
 
     Every process calls this function. The main process pushes, and all processes return its result.
 
     Args:
+        attributor: any `FeaturizedModel`.
+        destination: the repo.
+        curvature: whether to publish complete curvatures.
         facts: `model_name`, `model_revision`, `checkpoints` and `lds`. The attributor knows the rest.
 
     Raises:
         ValueError: the index is published already, an argument is not a valid name of a repo or revision, or the repo
-            is public and `private=True` was given.
+            is public and `private` is True.
         TypeError: `facts` has another name.
         HfTrakError: the attributor came from `exclude` or `extend`, whose features lie in several stores.
         IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -349,7 +363,6 @@ def push_attributor(
         HubAccessError: the repo cannot be written to, or the connection failed; the same call resumes.
         PeerProcessError: the main process failed.
     """
-    destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
     index = _described(attributor, curvature, facts)
     return CommitInfo(**attributor.processes.broadcast_from_main(lambda: commit_fields(publish(index(), destination))))
 
@@ -428,7 +441,7 @@ def push_index(
     store: FeatureStore,
     repo_id: str,
     *,
-    private: bool | None = None,
+    private: bool = True,
     token: str | bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
@@ -450,8 +463,8 @@ def push_index(
             A complete store, with the Gram matrix of every checkpoint.
         repo_id (`str`):
             The dataset repo, created if need be.
-        private (`bool`, *optional*):
-            Visibility of a repo that is created. By default the Hub decides. `True` with a public repo is refused.
+        private (`bool`, *optional*, defaults to `True`):
+            Create a private repo, and refuse a public one. `False` creates a public repo.
         token (`str` or `bool`, *optional*):
             As in `huggingface_hub`; needs the right to write.
         revision (`str`, *optional*):
@@ -475,8 +488,8 @@ def push_index(
         IncompleteStoreError: shards, or Gram matrices or what another solver keeps, are missing.
         StoreError: a curvature is damaged.
         HubAccessError: the repo cannot be written to, or the connection failed.
-        ValueError: an argument is not a valid name of a repo or revision, the repo is public and `private=True` was
-            given, or the index is larger than readers accept.
+        ValueError: an argument is not a valid name of a repo or revision, the repo is public and `private` is True,
+            or the index is larger than readers accept.
         TypeError: `facts` has a name that is not a field of `IndexFacts`.
         RefusedIndexError: the store is a copy of an index, and its manifest is damaged.
     """

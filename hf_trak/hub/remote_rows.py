@@ -16,19 +16,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from datasets import Dataset, DatasetInfo, Features
 from datasets.table import table_cast
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hf_trak.errors import ConfigMismatchError, HubAccessError
+from hf_trak.errors import ConfigMismatchError, HubAccessError, RefusedIndexError, StoreError
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import download_range
 from hf_trak.hub.names import checked_repo
+from hf_trak.hub.parquet_groups import read_group
 from hf_trak.hub.safe_loading import load_dataset_builder
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.runtime.progress import RowProgress
-from hf_trak.store.atomic import atomic_path
+from hf_trak.store.atomic import write_bytes
 from hf_trak.store.sealed import content_digest
 
 Download = Callable[[range], bytes]
@@ -93,11 +95,6 @@ logger = logging.getLogger(__name__)
 _THREADS = 8
 
 """Requests at a time: a row group is small, and most of the time of a request is that of its way."""
-
-
-_MAX_GROUP_BYTES = 4 << 30
-
-"""Maximum bytes of a row group when it is decoded, by its own account. Those that `datasets` writes have megabytes."""
 
 
 @dataclass(frozen=True)
@@ -221,46 +218,54 @@ class ParquetRows:
     def _path(self, index: int, columns: Sequence[str] | None) -> Path:
         place, group = self._groups[index]
         name = content_digest({"file": self._files[place].path, "columns": None if columns is None else [*columns]})
-        return self._directory / f"{name[:16]}-{group:06d}.parquet"
+        return self._directory / f"{name}-{group:06d}.rows"
 
     def _kept_group(self, index: int, columns: Sequence[str] | None) -> pa.Table:
         """Read a row group that was downloaded; again, where the file is damaged or has gone."""
-        path = self._path(index, columns)
-        try:
-            return pq.read_table(path)
-        except (pa.ArrowInvalid, OSError):
-            self._fetch_group(index, columns)
-            return pq.read_table(path)
+        data = self._kept(self._path(index, columns))
+        return pq.read_table(pa.BufferReader(self._fetch_group(index, columns) if data is None else data))
 
-    def _fetch_group(self, index: int, columns: Sequence[str] | None) -> None:
+    def _fetch_group(self, index: int, columns: Sequence[str] | None) -> bytes:
         place, group = self._groups[index]
         metadata = self._metadata[place]
-        if (size := metadata.row_group(group).total_byte_size) > _MAX_GROUP_BYTES:
-            raise HubAccessError(
-                f"Row group {group} of {self._files[place].path!r} of {self._repo_id} has {size} bytes. Expected at "
-                f"most {_MAX_GROUP_BYTES}, since memory has to hold some at a time. Load the dataset as a whole, "
-                "and pass it as `train_dataset=`."
-            )
         file = self._open(place)
         with self._errors(place):
-            names = None if columns is None else [*columns]
-            table = pq.ParquetFile(file, metadata=metadata, pre_buffer=True).read_row_group(group, columns=names)
+            table = read_group(file, metadata, group, self._files[place].size, columns)
         self.fetched += file.fetched
-        with atomic_path(self._path(index, columns)) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        return self._keep(self._path(index, columns), sink.getvalue().to_pybytes())
 
     def _footer(self, place: int) -> pq.FileMetaData:
-        path = self._directory / f"{content_digest({'file': self._files[place].path})[:16]}.footer"
-        try:
-            return pq.read_metadata(path)
-        except (pa.ArrowInvalid, OSError):  # not there, or damaged
+        path = self._directory / f"{content_digest({'file': self._files[place].path})}.footer"
+        data = self._kept(path)
+        if data is None:
             file = self._open(place)
             with self._errors(place):
                 metadata = pq.ParquetFile(file).metadata
             self.fetched += file.fetched
-            with atomic_path(path) as temporary:
-                metadata.write_metadata_file(temporary)
-            return metadata
+            metadata.write_metadata_file(sink := pa.BufferOutputStream())
+            data = self._keep(path, sink.getvalue().to_pybytes())
+        return pq.read_metadata(pa.BufferReader(data))
+
+    def _checksum(self, path: Path, data: bytes | memoryview) -> bytes:
+        """Hash what is kept under a name: 16 bytes."""
+        digest = xxhash.xxh3_128(f"{self._repo_id}@{self._commit}/{path.name}\0".encode())
+        digest.update(data)
+        return digest.digest()
+
+    def _keep(self, path: Path, data: bytes) -> bytes:
+        """Write bytes to a file, their checksum first, and return them."""
+        write_bytes(path, self._checksum(path, data) + data)
+        return data
+
+    def _kept(self, path: Path) -> memoryview | None:
+        """Read bytes that were kept; `None` if they are not there, or are damaged or those of another file."""
+        try:
+            whole = memoryview(path.read_bytes())
+        except OSError:
+            return None
+        return whole[16:] if whole[:16] == self._checksum(path, whole[16:]) else None
 
     def _open(self, place: int) -> RangedFile:
         one = self._files[place]
@@ -276,6 +281,13 @@ class ParquetRows:
         try:
             with access_errors(self._repo_id, self._commit):
                 yield
+        except RefusedIndexError:
+            raise  # of the server, which is named already
+        except StoreError as error:
+            raise HubAccessError(
+                f"A row group of {self._files[place].path!r} of {self._repo_id} was refused: {error}. Expected rows "
+                "as `datasets` writes them. Load the dataset as a whole, and pass it as `train_dataset=`."
+            ) from error
         except pa.ArrowException as error:
             raise HubAccessError(
                 f"{self._files[place].path!r} of {self._repo_id} cannot be read as Parquet "

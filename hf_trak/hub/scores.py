@@ -1,12 +1,14 @@
 """Publishing and loading scored datasets, and showing the training rows beside their scores."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from datasets import (
     Dataset,
@@ -16,12 +18,15 @@ from datasets import (
     List,
     concatenate_datasets,
 )
-from huggingface_hub import CommitInfo, constants
+from huggingface_hub import CommitInfo, HfApi, constants
 
-from hf_trak.errors import RefusedIndexError
+from hf_trak.errors import RefusedIndexError, StoreError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations, render_card
+from hf_trak.hub.files import download_range
+from hf_trak.hub.parquet_groups import check_groups
 from hf_trak.hub.push import Destination, commit_fields, create_repo
+from hf_trak.hub.remote_rows import RangedFile
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -53,7 +58,7 @@ def push_scores(
     per: Literal["target", "train"] = "target",
     config_name: str = "default",
     split: str | None = None,
-    private: bool | None = None,
+    private: bool = True,
     token: str | None = None,
     revision: str | None = None,
     index: str | None = None,
@@ -76,8 +81,8 @@ def push_scores(
             Configuration of the dataset, as in `datasets.Dataset.push_to_hub`.
         split (`str`, *optional*):
             Split of the dataset, as in `datasets.Dataset.push_to_hub`.
-        private (`bool`, *optional*):
-            Visibility of a repo that is created. By default the Hub decides. `True` with a public repo is refused.
+        private (`bool`, *optional*, defaults to `True`):
+            Create a private repo, and refuse a public one. `False` creates a public repo.
         token (`str`, *optional*):
             As in `huggingface_hub`; needs the right to write.
         revision (`str`, *optional*):
@@ -203,7 +208,7 @@ def load_scores(
         with access_errors(repo_or_path, revision):
             # Fails at once, with a clear error, if the repo or the revision cannot be reached.
             if not constants.HF_HUB_OFFLINE:
-                hub_api(token).dataset_info(repo_or_path, revision=revision)
+                _check_files(hub_api(token), repo_or_path, revision)
             loaded = load_dataset(repo_or_path, config_name, revision=revision, token=token)
     if isinstance(loaded, DatasetDict):
         if split is None and len(loaded) == 1:
@@ -217,6 +222,21 @@ def load_scores(
     except ValueError as error:
         raise RefusedIndexError(f"{repo_or_path} was refused as a scored dataset. {error}") from error
     return loaded
+
+
+def _check_files(api: HfApi, repo_id: str, revision: str | None) -> None:
+    """Refuse Parquet files that would take much more memory than they have bytes."""
+    info = api.dataset_info(repo_id, revision=revision, files_metadata=True)
+    for name, size in [(file.rfilename, file.size or 0) for file in info.siblings or []]:
+        if not name.endswith(".parquet"):
+            continue
+        file = RangedFile(size, partial(download_range, api, repo_id, str(info.sha), name, size=size))
+        try:
+            check_groups(pq.ParquetFile(file).metadata, size)
+        except (StoreError, pa.ArrowException) as error:
+            raise RefusedIndexError(
+                f"{name!r} of {repo_id} was refused: {error}. Expected published scores."
+            ) from error
 
 
 def check_scores(scored: Dataset) -> dict[str, int]:

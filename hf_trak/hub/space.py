@@ -1,19 +1,23 @@
 """A Space beside an index: the viewer, started from the index alone.
 
-The Space holds a program of a few lines, its requirements and a card; no rows, no features and no token. Training rows
-are read from the dataset repo that the index names, without a token, so that private rows are never shown.
+The Space holds a program of a few lines, hf_trak as a wheel, its requirements and a card; no rows, no features and no
+token. Training rows are read from the dataset repo that the index names, without a token, so that private rows are
+never shown.
 """
 
 import json
-from collections.abc import Mapping
+import os
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
+from packaging.requirements import Requirement
 
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.names import checked_repo
-from hf_trak.version import __version__
 
 GRADIO_VERSION = "6.31.0"
 """Version of Gradio that a Space is given."""
@@ -21,11 +25,19 @@ GRADIO_VERSION = "6.31.0"
 _PORT = "7860"  # where Spaces expect a page
 _APP = '''"""The viewer of an attribution index: which training rows helped and harmed a target?"""
 
-from hf_trak.cli.main import main
+import sys
+import zipfile
+from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
 ARGUMENTS = {arguments}
 
 if __name__ == "__main__":
+    with zipfile.ZipFile(HERE / {wheel}) as wheel:  # no registry has the package
+        wheel.extractall(HERE / "package")
+    sys.path.insert(0, str(HERE / "package"))
+    from hf_trak.cli.main import main
+
     raise SystemExit(main(ARGUMENTS))
 '''
 _CARD = """---
@@ -47,8 +59,9 @@ without it."""
 
 def push_space(
     index: str,
+    wheel: str | os.PathLike[str],
     *,
-    private: bool | None = None,
+    private: bool = True,
     token: str | bool | None = None,
     task: str | None = None,
     **columns: Any,
@@ -60,8 +73,10 @@ def push_space(
     Args:
         index (`str`):
             The dataset repo of the index, which is published already.
-        private (`bool`, *optional*):
-            Visibility of a Space that is created; by default that of the index.
+        wheel (`str` or `PathLike`):
+            The wheel of hf_trak that the Space runs, as `python -m build --wheel` makes it.
+        private (`bool`, *optional*, defaults to `True`):
+            Create a private Space, and refuse a public one. `False` creates a public Space of a public index.
         token (`str` or `bool`, *optional*):
             As in `huggingface_hub`; needs the right to write. It is written nowhere.
         task (`str`, *optional*):
@@ -73,64 +88,65 @@ def push_space(
         `huggingface_hub.CommitInfo`: the commit.
 
     Raises:
-        ValueError: `index` cannot be the name of a repo, or the Space exists and is public while the index is private.
+        ValueError: `index` cannot be the name of a repo, `wheel` is no wheel of hf_trak, or the Space exists and is
+            public while it is to be private.
         HubAccessError: the index does not exist, or the Space cannot be written to.
     """
     checked_repo(index, "`index`")
+    path = Path(wheel)
+    needed = _requirements(path)
     api = hub_api(token)
     with access_errors(index, None):
         info = api.dataset_info(index)
         hidden = bool(info.private or private)
-        space = api.create_repo(
-            info.id, repo_type="space", space_sdk="gradio", private=hidden or None, exist_ok=True
-        ).repo_id
-        if hidden and not api.space_info(space).private:
+        space = api.create_repo(info.id, repo_type="space", space_sdk="gradio", private=hidden, exist_ok=True).repo_id
+        known = api.space_info(space)
+        if hidden and not known.private:
             raise ValueError(
-                f"The Space {space!r} exists and is public, and is to show the private index {index!r}. Nothing was "
-                "uploaded. Expected a private Space: change its visibility in its settings."
+                f"The Space {space!r} exists and is public, and is to show {index!r} in private. Nothing was "
+                "uploaded. Make it private in its settings; that of a public index may be public with `private=False`."
             )
-        files = space_files(info.id, bool(info.private), task, columns)
+        arguments = ["serve", info.id, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu"]
+        for name, value in {"task": task, **columns}.items():
+            if value is not None:
+                arguments += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+        title = f"Training rows behind {info.id.rpartition('/')[2]}"
+        metadata = {
+            "title": title, "sdk": "gradio", "sdk_version": GRADIO_VERSION, "app_file": "app.py",
+            "datasets": [info.id], "tags": ["trak", "data-attribution", "hf_trak"],
+        }  # fmt: skip
+        yaml_block, token_note = yaml.safe_dump(metadata, sort_keys=False), _PRIVATE if info.private else ""
+        files = {
+            "app.py": _APP.format(arguments=json.dumps(arguments, indent=4), wheel=json.dumps(path.name)),
+            "requirements.txt": "".join(f"{one}\n" for one in needed),
+            "README.md": _CARD.format(metadata=yaml_block, title=title, index=info.id, private=token_note),
+        }
+        others = [file.rfilename for file in known.siblings or [] if file.rfilename.endswith(".whl")]
         return api.create_commit(
             space,
-            [CommitOperationAdd(name, text.encode()) for name, text in files.items()],
+            [
+                *(CommitOperationAdd(name, text.encode()) for name, text in files.items()),
+                CommitOperationAdd(path.name, str(path)),
+                *(CommitOperationDelete(name) for name in others if name != path.name),
+            ],
             commit_message="Upload the viewer of an attribution index with hf_trak",
             repo_type="space",
         )
 
 
-def space_files(index: str, private: bool, task: str | None, columns: Mapping[str, Any]) -> dict[str, str]:
-    """Write the files of a Space.
-
-    Args:
-        index: the dataset repo of the index.
-        private: whether it is private.
-        task: name of the model output function, if it is to be named.
-        columns: columns and length of rows, as in [`push_space`]; those that are `None` are left out.
-
-    Returns:
-        Contents by name: `app.py`, `requirements.txt` and `README.md`.
-    """
-    arguments = ["serve", index, "--host", "0.0.0.0", "--port", _PORT, "--public_rows", "--use_cpu"]
-    for name, value in {"task": task, **columns}.items():
-        if value is not None:
-            arguments += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
-    title = f"Training rows behind {index.rpartition('/')[2]}"
-    metadata = {
-        "title": title,
-        "sdk": "gradio",
-        "sdk_version": GRADIO_VERSION,
-        "app_file": "app.py",
-        "datasets": [index],
-        "tags": ["trak", "data-attribution", "hf_trak"],
-    }
-    card = _CARD.format(
-        metadata=yaml.safe_dump(metadata, sort_keys=False),
-        title=title,
-        index=index,
-        private=_PRIVATE if private else "",
-    )
-    return {
-        "app.py": _APP.format(arguments=json.dumps(arguments, indent=4)),
-        "requirements.txt": f"hf_trak[viewer]=={__version__}\n",
-        "README.md": card,
-    }
+def _requirements(wheel: Path) -> list[str]:
+    """Return what a wheel of hf_trak needs beside itself and Python, the viewer included."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            facts = BytesParser().parsebytes(archive.read(name))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"`wheel` is {str(wheel)!r}, no wheel that can be read ({error}). Expected that of hf_trak. Make it "
+            "with `python -m build --wheel` in its repository."
+        ) from error
+    if facts["Name"] != "hf_trak":
+        raise ValueError(f"`wheel` is that of {facts['Name']!r}. Expected that of hf_trak.")
+    needed = [Requirement(text) for text in facts.get_all("Requires-Dist") or []]
+    chosen = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": "viewer"})]
+    return [f"{one.name}{one.specifier}" for one in chosen]

@@ -60,6 +60,9 @@ LIBRARY_VOLATILE = {
 PRIVATE = frozenset({"_active_adapter", "_disable_adapters", "_adapters_disabled"})
 """Attributes of library modules that are compared although their names begin with an underscore."""
 
+NOTES = {"bitsandbytes.autograd._functions.MatmulLtState": ("has_fp16_weights", "threshold")}
+"""Objects in which layers of libraries note their passes, and what of them is a setting."""
+
 _MAX_ITEMS = 64
 _MAX_LEVELS = 4
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -161,6 +164,8 @@ class ModuleSettings:
             return _digest_of(value)
         if isinstance(value, torch.nn.Module) or callable(getattr(value, "to_dict", None)):
             return name_of(type(value)) if level else _LEFT_OUT  # modules and configs are compared by themselves
+        if (chosen := NOTES.get(name_of(type(value)))) is not None:
+            return {name: getattr(value, name, None) for name in chosen}
         if _is_settings_object(value):
             return self._identity(value)
         return name_of(type(value)) if level else _LEFT_OUT

@@ -10,7 +10,16 @@ import argparse
 
 import torch
 
-from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, nvrtc_version, path_of, resources, write
+from hf_trak.kernels import cache
+from hf_trak.kernels.compiler import (
+    Resources,
+    architecture,
+    compile_kernel,
+    name_of,
+    nvrtc_version,
+    packed,
+    resources,
+)
 from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels
 
 
@@ -50,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     for arch in args.arch or _own_architectures() or _all_architectures():
         for kernel in [kernel for kernel in all_kernels() if kernel.runs_on(capability_of(arch))]:
             compiled = compile_kernel(kernel, arch)
-            write(path_of(kernel, arch), compiled)
+            cache.write(name_of(kernel, arch), packed(compiled))
             _show(kernel, arch, resources(compiled.log))
 
 

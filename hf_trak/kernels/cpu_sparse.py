@@ -1,6 +1,7 @@
 """The additions of the sparse map by a compiled function, `cuda_ext/cpu/sjlt.c`, where it is available."""
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -11,14 +12,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_trak.kernels import cache
 from hf_trak.kernels.arguments import VARIABLE
-from hf_trak.kernels.compiler import DIRECTORY_VARIABLE, directory
 from hf_trak.kernels.sources import cpu_source
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,8 @@ OPTIONS = ("-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off")
 
 _SECONDS = 60
 
-_DIGEST = 64  # length of a SHA-256 in hexadecimal digits
 
-
-@cache
+@functools.cache
 def compiler() -> str | None:
     """Find the C compiler: `$CC` where it is one program, or else `cc`, `gcc` or `clang`. `None` but on Linux."""
     if not sys.platform.startswith("linux"):
@@ -46,8 +44,8 @@ def compiler() -> str | None:
     return None
 
 
-def path_of(name: str) -> Path | None:
-    """Return the path of a compiled file, whose name holds a digest of what it depends on; `None` for no compiler."""
+def name_of(name: str) -> str | None:
+    """Name a compiled file by a digest of everything that it depends on; `None` for no compiler."""
     program = compiler()
     if program is None:
         return None
@@ -55,14 +53,14 @@ def path_of(name: str) -> Path | None:
     key = "\0".join(
         (cpu_source(name), program, str(status.st_size), str(status.st_mtime_ns), platform.machine(), *OPTIONS)
     )
-    return directory() / f"cpu-{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    return f"cpu-{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
 
 
 def compiled(name: str, compile_now: bool = True) -> ctypes.CDLL | None:
     """Load the functions of `cuda_ext/cpu/<name>.c`, from the disk or from the compiler.
 
-    The compiled file is kept where the compiled kernels for GPUs are. Many processes may do this at once: each writes
-    a file of its own and renames it. A file that is damaged is compiled again.
+    The compiled file is kept where the compiled kernels for GPUs are, see `hf_trak.kernels.cache`. A file that is
+    damaged is compiled again.
 
     Args:
         name: name of the file without its suffix.
@@ -71,19 +69,20 @@ def compiled(name: str, compile_now: bool = True) -> ctypes.CDLL | None:
     Returns:
         The library, or `None` without a compiler or with one that does not compile the file. A failure is logged.
     """
-    path = path_of(name)
-    if path is None:
+    file = name_of(name)
+    if file is None:
         return None
-    if not _is_whole(path):
-        if not compile_now:
-            return None
-        return _compiled_now(name, path)
-    return _loaded(path)
+    image = cache.read(file)
+    if image is None and compile_now:
+        image = _compiled_now(name)
+        if image is not None:
+            cache.keep(file, image, f"function {name}")
+    return None if image is None else _loaded(file, image)
 
 
-def _compiled_now(name: str, path: Path) -> ctypes.CDLL | None:
+def _compiled_now(name: str) -> bytes | None:
     with tempfile.TemporaryDirectory() as scratch:
-        built, given = Path(scratch) / path.name, Path(scratch) / f"{name}.c"
+        built, given = Path(scratch) / f"{name}.so", Path(scratch) / f"{name}.c"
         given.write_text(cpu_source(name), encoding="utf-8")
         command = [str(compiler()), *OPTIONS, "-o", str(built), str(given)]
         try:
@@ -92,45 +91,19 @@ def _compiled_now(name: str, path: Path) -> ctypes.CDLL | None:
             said = (getattr(error, "stderr", None) or str(error)).strip()
             logger.info("`%s` failed, so that torch operators are used: %s", " ".join(command), said)
             return None
-        image = built.read_bytes()
-        try:
-            _write(path, image)
-        except OSError as error:
-            logger.warning(
-                "The compiled function %s cannot be kept in %s (%s): it is compiled again in every process. Set %s to "
-                "a directory that can be written to.", name, path.parent, error, DIRECTORY_VARIABLE,
-            )  # fmt: skip
-        return _loaded(built)
+        return built.read_bytes()
 
 
-def _loaded(path: Path) -> ctypes.CDLL | None:
+def _loaded(file: str, image: bytes) -> ctypes.CDLL | None:
+    """Load a library from memory, so that nobody can exchange it after it was checked."""
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:  # a directory whose files may not be executed, or a library of another system
-        logger.info("%s cannot be loaded (%s), so that torch operators are used.", path, error)
+        handle = os.memfd_create(file)  # stays open: the loader takes libraries of one path for the same one
+        with open(handle, "wb", closefd=False) as memory:
+            memory.write(image)
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except OSError as error:  # a system without /proc, or a library of another system
+        logger.info("%s cannot be loaded (%s), so that torch operators are used.", file, error)
         return None
-
-
-def _write(path: Path, image: bytes) -> None:
-    """Write a library, followed by its digest, which loaders do not read, under a temporary name, and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(image + hashlib.sha256(image).hexdigest().encode())
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _is_whole(path: Path) -> bool:
-    """Tell whether a file is there and ends with the digest of the rest."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return content[-_DIGEST:].decode(errors="replace") == hashlib.sha256(content[:-_DIGEST]).hexdigest()
 
 
 _WORTH_COMPILING = 2**27

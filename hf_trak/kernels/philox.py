@@ -37,8 +37,6 @@ SEED_LIMIT = 2**63
 
 MODEL_ID_LIMIT = 2**32
 
-COLUMN_BLOCK_LIMIT = 2**24
-
 
 Word = int | Tensor
 

@@ -18,9 +18,6 @@ _SHARED_PARTS = {
     "rademacher_wgmma": ("wgmma.cu", "sign_tiles.cu"),
 }
 
-CPU_PARTS = ("sjlt",)
-"""Files of `cuda_ext/cpu/`, without their suffix. Each is a library of its own."""
-
 INPUT_TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 """The names that `common.cu` gives to the dtypes of gradients."""
 

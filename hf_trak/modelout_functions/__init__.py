@@ -39,6 +39,7 @@ from hf_trak.modelout_functions.token_tasks import (
     MaskedLMModelOutput,
     TokenClassificationModelOutput,
 )
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 
 __all__ = [
     "TASK_TO_MODELOUT",
@@ -75,6 +76,7 @@ __all__ = [
     "TextClassificationModelOutput",
     "TextPairsModelOutput",
     "TokenClassificationModelOutput",
+    "TrainerLossModelOutput",
     "get_task",
     "infer_task",
 ]

@@ -157,6 +157,9 @@ class BatchedModelOutput(AbstractModelOutput):
     it: that has to return some number for a label that is no class, too.
     """
 
+    row_by_row: bool = False
+    """Whether every row has to go through the model alone, as a batch of several rows may have shown."""
+
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments that the model is called with for a batch.

@@ -35,11 +35,15 @@ def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
     if isinstance(batch, Mapping):
         found = [name for name in LABEL_NAMES if name in batch]
         if len(found) != 1:
+            remedy = "Remove the other one in the data collator."
+            if not found:
+                remedy = (
+                    "Pass `attributor.predict(rows)` to ask about the model's own predictions, or add the labels as "
+                    "class numbers (`model.config.label2id` has those of names, which data collators drop)."
+                )
             raise ValueError(
                 f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
-                f"of {list(LABEL_NAMES)}. Rename the label column, or remove the extra one in the data collator. If "
-                "the dataset has labels of text, data collators drop them: map names to class numbers with "
-                "`dataset.map(lambda row: {'labels': model.config.label2id[row['labels']]})`."
+                f"of {list(LABEL_NAMES)}. {remedy}"
             )
         kwargs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
         return (), kwargs, _as_labels(batch[found[0]])

@@ -56,6 +56,11 @@ class LossModelOutput(BatchedModelOutput):
         """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self._task.batch_columns
 
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]
+        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
+        return self._task.row_by_row
+
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return self._task.collator(collator)
 
@@ -92,6 +97,7 @@ class GaussNewtonModelOutput(LossModelOutput):
     paper, weighs all alike.
 
     For tasks whose q lies in [0, 1]: those with a margin, or several. Regression has h = 1: its own task does this.
+    The loss of a trainer has its own h, see [`TrainerLossModelOutput`].
     """
 
     def bind(self, model: torch.nn.Module) -> None:
@@ -122,7 +128,8 @@ class GaussNewtonModelOutput(LossModelOutput):
 
     def _roots(self, model_output: Any, batch: Batch) -> Tensor:
         """Compute √q of every sample, away from the zero of rows that the model predicts with certainty."""
-        return self._task.out_to_loss_grad(model_output, batch).detach().float().clamp(min=_LEAST_Q).sqrt()
+        weights = getattr(self._task, "gauss_newton_weight", self._task.out_to_loss_grad)
+        return weights(model_output, batch).detach().float().clamp(min=_LEAST_Q).sqrt()
 
 
 _LEAST_Q = 1e-12

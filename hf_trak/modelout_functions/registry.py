@@ -1,6 +1,7 @@
 """From a name, a function or a model to a task."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -53,8 +54,10 @@ def get_task(task: str | AbstractModelOutput | type[AbstractModelOutput] | Calla
         return task
     if isinstance(task, str):
         if task not in TASK_TO_MODELOUT:
+            near = get_close_matches(task, TASK_TO_MODELOUT, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"The task {task!r} is unknown. Expected one of {sorted(TASK_TO_MODELOUT)}. For any other model "
+                f"The task {task!r} is unknown{hint}. Expected one of {sorted(TASK_TO_MODELOUT)}. For any other model "
                 "output, pass a function (model_output, batch) -> tensor (B,), or an instance of your own "
                 "`AbstractModelOutput` subclass."
             )
@@ -85,8 +88,8 @@ def infer_task(model: torch.nn.Module) -> str:
     task = known_task(model)
     if task is None:
         raise ValueError(
-            f"No task is known for a {type(unwrapped(model)[1]).__name__}. Pass `task=`: one of "
-            f"{sorted(TASK_TO_MODELOUT)}, a function (model_output, batch) -> tensor (B,), or an instance of an "
-            "`AbstractModelOutput` subclass. Is it a model without a head? `AutoModelFor…` loads one with it."
+            f"No task is known for a {type(unwrapped(model)[1]).__name__}. Expected a model with a head, as "
+            f"`AutoModelFor…` loads it. Pass `task=`: one of {sorted(TASK_TO_MODELOUT)}, a function (model_output, "
+            "batch) -> tensor (B,), or an instance of an `AbstractModelOutput` subclass."
         )
     return task

@@ -10,8 +10,8 @@ Models return the mean or the sum over the batch, which does not tell the loss o
 * for CTC models and SegFormer the loss of every row is computed here from the logits, as these models do for a batch
   of one row;
 * a function of the user, `loss_fn(model_output, batch) -> (B,)`;
-* batches of one row, `per_device_batch_size=1`, for any other model. The loss may then depend on data in any way, as
-  that of detection does, which matches predicted boxes with given ones.
+* one pass for each row, for any other model. The loss may then depend on data in any way, as that of detection does,
+  which matches predicted boxes with given ones.
 """
 
 from collections.abc import Mapping
@@ -48,6 +48,12 @@ class RowLossModelOutput(BatchedModelOutput):
             raise TypeError(f"`loss_fn` is {loss_fn!r}. Expected a function (model_output, batch) -> tensor (B,).")
         self.loss_fn = loss_fn
         self._of_rows: _CTCLoss | _PixelLoss | None = None
+        self._row_by_row = False
+
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]  # found out by the first batch
+        """Tell whether the model has returned one loss for a batch of several rows."""
+        return self._row_by_row
 
     def bind(self, model: torch.nn.Module) -> None:
         inner = unwrapped(model)[1]
@@ -87,9 +93,10 @@ class RowLossModelOutput(BatchedModelOutput):
         if self._of_rows is not None and size > 1:
             return self._of_rows(model_output, batch)
         if loss.numel() != 1 or size > 1:
+            self._row_by_row = loss.numel() == 1
             raise ValueError(
                 f"The model returned a loss of shape {tuple(loss.shape)} for a batch of {size} rows. Expected one "
-                "number per row, whose mean is the loss of a batch. Set `per_device_batch_size=1`, or pass "
+                'number per row, whose mean is the loss of a batch. Set `engine="auto"`, or pass '
                 "`task=RowLossModelOutput(loss_fn)` with `loss_fn(model_output, batch) -> (B,)`."
             )
         return loss.reshape(1)

@@ -98,6 +98,11 @@ class SampledLikelihood(BatchedModelOutput):
         """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return self.of.batch_columns
 
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]
+        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
+        return self.of.row_by_row
+
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return self.of.collator(collator)
 

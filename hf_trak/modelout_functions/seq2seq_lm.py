@@ -89,7 +89,7 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
             raise ValueError(
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` (B, tokens) with the ids "
                 f"of the target text, {IGNORED} for padding. Tokenize it with `tokenizer(text_target=...)` and "
-                "collate with `DataCollatorForSeq2Seq`."
+                "collate with `DataCollatorForSeq2Seq`, or pass `attributor.predict(rows)`."
             )
         labels = _moved(labels, self._lead(batch))
         return labels, labels != IGNORED

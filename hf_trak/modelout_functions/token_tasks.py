@@ -10,11 +10,12 @@ from transformers import DataCollatorWithPadding
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.batches import takes_positions, unwrapped, with_positions
+from hf_trak.modelout_functions.batches import find_logits, takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import sliced_margin
 from hf_trak.modelout_functions.tokens import (
     IGNORED,
+    ROLE_MASKS,
     TARGET_WEIGHTS,
     TOKEN_COLUMNS,
     as_mapping,
@@ -46,6 +47,9 @@ class TokenColumnsCollator:
         """
         if not rows or not isinstance(rows[0], Mapping):
             return self.collator(rows)
+        if getattr(self.collator, "decides_labels", False):
+            left_out = set(ROLE_MASKS).difference(self.collator.columns)  # type: ignore[attr-defined]
+            rows = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
         names = [name for name in TOKEN_COLUMNS if name in rows[0]]
         # `DataCollatorWithPadding` pads what the tokenizer made and fails on labels of different lengths.
         if isinstance(self.collator, DataCollatorWithPadding) and isinstance(rows[0].get("labels"), Sequence | Tensor):
@@ -177,8 +181,8 @@ class CausalLMModelOutput(TokenModelOutput):
     """The task `causal_lm`: f = Σ_t w_t m_t, with m_t the margin of label token t under the logits of position t − 1.
 
     Labels stand beside the inputs, not shifted, as everywhere in `transformers`. The first token of a sequence has
-    nothing to be predicted from and never counts, and neither does the first one after left padding. A sample has the
-    same f, q and gradients with padding on either side as without any.
+    nothing to be predicted from and never counts, but behind the virtual tokens of prompt tuning, and neither does the
+    first one after left padding. A sample has the same f, q and gradients with padding on either side as without any.
 
     Takes the arguments of [`AggregatedModelOutput`].
     """
@@ -191,11 +195,14 @@ class CausalLMModelOutput(TokenModelOutput):
         seen = torch.ones_like(valid)
         if isinstance(attention, Tensor) and attention.ndim == 2:
             seen = attention != 0
-        before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=False)
+        before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=self._prepended > 0)
         return labels, valid & before
 
     def predictions(self, model_output: Any, labels: Tensor) -> Tensor:
-        return super().predictions(model_output, labels)[:, :-1]  # position 0 has no prediction
+        logits = super().predictions(model_output, labels)
+        if self._prepended:  # whose last virtual token predicts position 0
+            return find_logits(model_output)[:, self._prepended - 1 : -1]
+        return logits[:, :-1]  # position 0 has no prediction
 
 
 class MaskedLMModelOutput(TokenModelOutput):

@@ -106,7 +106,7 @@ def input_labels(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` with one token id per "
                 f"input token ({IGNORED} without one), or `input_ids` with one of {list(ROLE_MASKS)}. For "
                 "text whose every token is to be predicted use `DataCollatorForLanguageModeling(tokenizer, "
-                "mlm=False)`; for prompts, completions and chats see `hf_trak.data.language`."
+                "mlm=False)`, for prompts alone `attributor.predict(rows)`, and for chats `hf_trak.data.language`."
             )
         labels = inputs
     if inputs is not None and inputs.shape != labels.shape:

@@ -4,7 +4,6 @@ They give the features of [`RademacherProjector`] or [`NormalProjector`] with th
 on CUDA kernels too, without limits on the size of a gradient; the classes here are for scripts that name them.
 """
 
-import importlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +22,8 @@ from hf_trak.projectors.checks import (
     require_finite,
     same_device,
 )
-from hf_trak.projectors.dense import dense_projector
-from hf_trak.runtime.checks import checked_int
+from hf_trak.projectors.dense import NormalProjector, RademacherProjector
+from hf_trak.runtime.checks import checked_int, required
 
 
 class _OverDenseMap(BlockProjector):
@@ -46,7 +45,8 @@ class _OverDenseMap(BlockProjector):
             raise ValueError(f"`dtype` is {dtype}. Expected a floating point type, such as torch.float32.")
         self.dtype = dtype
         self.model_id = check_model_id(model_id)
-        self._dense = dense_projector(proj_type, self.grad_dim, self.proj_dim, self.seed, device)
+        kind = RademacherProjector if proj_type == ProjectionType.rademacher else NormalProjector
+        self._dense = kind(self.grad_dim, self.proj_dim, self.seed, device=device)
         self.algorithm = self._dense.algorithm
 
     @property
@@ -385,7 +385,11 @@ class FastJlProjector(AbstractProjector):
         self.max_batch_size = checked_int(max_batch_size, "max_batch_size", 1)
         if self.max_batch_size not in _BATCH_SIZES:
             raise ValueError(f"`max_batch_size` is {max_batch_size}. Expected one of {_BATCH_SIZES}.")
-        self._module = _fast_jl()
+        message = (
+            "fast_jl is not installed. It needs the CUDA toolkit to build (before 13, or with TORCH_CUDA_ARCH_LIST "
+            "set for the GPU): `pip install fast-jl`. `CudaProjector` needs neither."
+        )
+        self._module = required("fast_jl", message)
         warnings.warn(
             "The random matrix of fast_jl depends on the GPU model: features made with it cannot be extended or "
             "compared on another one. `CudaProjector` and `RademacherProjector` have no such limit.",
@@ -409,14 +413,3 @@ class FastJlProjector(AbstractProjector):
         seed = self.seed + _SEEDS_PER_MODEL * check_model_id(model_id)
         with torch.cuda.device(whole.device):  # fast_jl has no guard of its own
             return getattr(self._module, name)(whole.contiguous(), self.proj_dim, seed, multiprocessors)
-
-
-def _fast_jl() -> Any:
-    try:
-        return importlib.import_module("fast_jl")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "fast_jl is not installed. It needs the CUDA toolkit to build (before 13, or with TORCH_CUDA_ARCH_LIST "
-            "set for the GPU): `pip install 'hf_trak[fast-jl]'`. `CudaProjector` needs neither.",
-            name="fast_jl",
-        ) from error

@@ -21,9 +21,39 @@ from hf_trak.runtime.checks import checked_int
 
 
 class _DenseProjector(BlockProjector):
-    """Scale, torch operators and whole matrices, the same for both dense maps."""
+    """Constructor, scale, torch operators and whole matrices, the same for both dense maps."""
 
-    _map: DenseMap
+    _name: ProjectionType
+    _kind: type[DenseMap]
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int = 0,
+        proj_type: str | ProjectionType | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """
+        Args:
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
+            seed (`int`, *optional*, defaults to 0):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`, *optional*):
+                Name of the map; no other one is accepted.
+            device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
+                Device on which [`~BlockProjector.project`] expects gradients. Not touched before the first batch.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is outside its range, or `proj_type` is another map.
+        """
+        check_proj_type(type(self), self._name if proj_type is None else proj_type, (self._name,))
+        super().__init__(grad_dim, proj_dim, seed, self._name, device)
+        self._map = self._kind(self.proj_dim, self.seed)
 
     @property
     def scale(self) -> float:
@@ -66,35 +96,7 @@ class RademacherProjector(_DenseProjector):
     """
 
     algorithm = "rademacher-1"
-
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int = 0,
-        proj_type: str | ProjectionType = ProjectionType.rademacher,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        """
-        Args:
-            grad_dim (`int`):
-                P, length of a gradient vector, 1 ≤ P < 2⁶³.
-            proj_dim (`int`):
-                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the random matrix, 0 ≤ seed < 2⁶³.
-            proj_type (`str` or `ProjectionType`, *optional*, defaults to `"rademacher"`):
-                Name of the map; no other one is accepted.
-            device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
-                Device on which [`~BlockProjector.project`] expects gradients. Not touched before the first batch.
-
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: a number is outside its range, or `proj_type` is another map.
-        """
-        check_proj_type(type(self), proj_type, (ProjectionType.rademacher,))
-        super().__init__(grad_dim, proj_dim, seed, ProjectionType.rademacher, device)
-        self._map = RademacherMap(self.proj_dim, self.seed)
+    _name, _kind = ProjectionType.rademacher, RademacherMap
 
     def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         _ops.rademacher_accumulate(out, block, start, self.seed, model_id, float32_terms())
@@ -108,49 +110,10 @@ class NormalProjector(_DenseProjector):
     """
 
     algorithm = "normal-1"
-
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int = 0,
-        proj_type: str | ProjectionType = ProjectionType.normal,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        """
-        Args:
-            grad_dim (`int`):
-                P, length of a gradient vector, 1 ≤ P < 2⁶³.
-            proj_dim (`int`):
-                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the random matrix, 0 ≤ seed < 2⁶³.
-            proj_type (`str` or `ProjectionType`, *optional*, defaults to `"normal"`):
-                Name of the map; no other one is accepted.
-            device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
-                Device on which [`~BlockProjector.project`] expects gradients. Not touched before the first batch.
-
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: a number is outside its range, or `proj_type` is another map.
-        """
-        check_proj_type(type(self), proj_type, (ProjectionType.normal,))
-        super().__init__(grad_dim, proj_dim, seed, ProjectionType.normal, device)
-        self._map = NormalMap(self.proj_dim, self.seed)
+    _name, _kind = ProjectionType.normal, NormalMap
 
     def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         _ops.normal_accumulate(out, block, start, self.seed, model_id)
-
-
-Dense = RademacherProjector | NormalProjector
-
-
-def dense_projector(
-    proj_type: str | ProjectionType, grad_dim: int, proj_dim: int, seed: int, device: str | torch.device
-) -> Dense:
-    """Build the projector of a dense map by its name, `rademacher` or `normal`, for classes that wrap one."""
-    kind = RademacherProjector if proj_type == ProjectionType.rademacher else NormalProjector
-    return kind(grad_dim, proj_dim, seed, device=device)
 
 
 class NoOpProjector(BlockProjector):

@@ -5,7 +5,7 @@ writes and checks its files. `content` and `images` prepare rows, which may be h
 out, `page` fills the templates, and `notebook` shows one target.
 
 This package may import `featurize`, `scores`, `store` and `hub`. `attributor` and `cli` import it. jinja2, pillow and
-matplotlib (extra `report`) are imported when they are used. Start with `run.py` and `page.py`.
+matplotlib are imported when they are used. Start with `run.py` and `page.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -169,13 +169,13 @@ def pillow() -> Any:
     """Import `PIL.Image`.
 
     Raises:
-        ImportError: pillow is not installed (extra `report`).
+        ImportError: pillow is not installed.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "Images in a report need pillow, which is not installed. Install it with `pip install 'hf_trak[report]'`."
+            "Images in a report need pillow, which is not installed. Install it with `pip install pillow`."
         ) from error
     return Image
 

@@ -11,7 +11,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
 from hf_trak.methods import Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
-from hf_trak.report.page import target_page
+from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
 from hf_trak.report.views import RunViews
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -138,14 +138,16 @@ def show_target(
 
     Raises:
         IndexError: there is no such target.
-        ValueError: `scored` is no such result, or a column does not exist.
+        ValueError: `scored` is no such result, a column does not exist, or `examples` is below 1.
+        TypeError: there is no such option.
     """
     if not 0 <= index < len(scored):
         raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
+    options = ReportOptions(examples=examples, **columns)
     # Select the row first, so that full score lists of the other targets are not read.
     rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
     alone = None if distributions is None else distributions.select([index])
     run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
-    views = RunViews(run, examples, columns)
+    views = RunViews(run, options.examples, options.columns())
     view = views.target(0, shown_as=index)
     return TargetDisplay(target_page(view, views.book.pictures), "\n".join(view.lines))

@@ -20,6 +20,7 @@ import numpy as np
 from hf_trak.report.content import visible
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews, TargetView, number, signed
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.store.atomic import atomic_path
 from hf_trak.version import __version__
 
@@ -43,6 +44,7 @@ _FACT_NAMES = {
 }
 
 
+@named_arguments
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of a report. Columns that are not given are inferred from the features and the first row.
@@ -106,7 +108,7 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
         `Path`: the file.
 
     Raises:
-        ImportError: jinja2 or, for images, pillow is not installed (extra `report`).
+        ImportError: jinja2 or, for images, pillow is not installed.
         ValueError: a column does not exist, or an image column contains something else.
         StoreError: the run lacks a training row, or the file cannot be written.
     """
@@ -135,7 +137,7 @@ def target_page(view: TargetView, pictures: Sequence[Any]) -> str:
     """Render the page of a single target, without a script, for a frame in a notebook.
 
     Raises:
-        ImportError: jinja2 is not installed (extra `report`).
+        ImportError: jinja2 is not installed.
     """
     context = {"view": view, "pictures": pictures, "title": f"Target {view.target.row}"}
     return _template("target.html.jinja").render(**context, **_assets(with_script=False))
@@ -222,12 +224,8 @@ def _file(name: str) -> str:
 
 @cache
 def _environment() -> "Environment":
-    try:
-        from jinja2 import DictLoader, Environment, StrictUndefined
-    except ImportError as error:
-        raise ImportError(
-            "The report is made with jinja2, which is not installed. Install it with `pip install 'hf_trak[report]'`."
-        ) from error
+    from jinja2 import DictLoader, Environment, StrictUndefined
+
     names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
     return Environment(
         autoescape=True,

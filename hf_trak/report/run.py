@@ -220,6 +220,17 @@ class AttributionRun:
                 "row per target with these columns. Call `attribute(..., top_k=..., per='target')`."
             )
 
+    def text_columns(self, rows: Any) -> list[str] | None:
+        """Return the columns of text that the model read, those that rows have; `None` if the run names none of them.
+
+        Args:
+            rows: targets or training rows.
+        """
+        named, there = self.facts.get("text_columns"), getattr(rows, "features", {})
+        if not isinstance(named, list):
+            return None
+        return [name for name in named if isinstance(name, str) and name in there] or None
+
     @classmethod
     def collect(
         cls,

@@ -140,9 +140,13 @@ class RunViews:
     def __post_init__(self) -> None:
         self.book = PictureBook()
         self._scored, self._train = stored(self.run.scored), stored(self.run.train)
-        self._target_columns = Columns.find(self._scored, **self.columns)
-        self._train_columns = Columns() if self._train is None else Columns.find(self._train, **self.columns)
+        self._target_columns = self._columns_of(self._scored)
+        self._train_columns = Columns() if self._train is None else self._columns_of(self._train)
         self._rows: dict[int, RowView] = {}
+
+    def _columns_of(self, rows: Any) -> Columns:
+        given = {name: value for name, value in self.columns.items() if value is not None}
+        return Columns.find(rows, **{"text_columns": self.run.text_columns(rows), **given})
 
     def target(self, index: int, shown_as: int | None = None) -> TargetView:
         """Make the view of a target.

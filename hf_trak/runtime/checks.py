@@ -97,6 +97,27 @@ def _range_text(minimum: int | None, maximum: int | None) -> str:
     return "" if maximum is None else f" of at most {maximum}"
 
 
+def required(name: str, message: str) -> Any:
+    """Import a module of a package that may not be installed.
+
+    Args:
+        name (`str`):
+            The module.
+        message (`str`):
+            What needs it, and how to install it.
+
+    Returns:
+        The module.
+
+    Raises:
+        ModuleNotFoundError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ModuleNotFoundError(message, name=name) from error
+
+
 INSPECT = (
     "Inspect that example and the checkpoint's weights, or take gradients in float32 (float16 overflows above 65504)."
 )

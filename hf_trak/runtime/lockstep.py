@@ -33,8 +33,8 @@ def lost_contact(error: BaseException | None) -> bool:
 class Lockstep:
     """Keeps the processes of a sharded model at the same pass.
 
-    All processes enter a [`~Lockstep.region`]. In it, each begins a pass by [`~Lockstep.begin`] and exchanges words
-    within it by [`~Lockstep.exchange`]. Those that are done first accompany the others.
+    All processes enter a [`~Lockstep.region`]. In it, each begins a pass by a word, such as `STEP`, and says further
+    words within it, by [`~Lockstep.exchange`]. Those that are done first accompany the others.
 
     Attributes:
         division ([`RowDivision`]): which processes work on the same rows.
@@ -70,14 +70,6 @@ class Lockstep:
                 )
         return words
 
-    def _lost(self, error: Exception) -> PeerProcessError:
-        one, count = self._processes.process_index, self._processes.num_processes
-        return PeerProcessError(
-            f"Process {one} of {count} lost contact with the others in its pass through the model ({error}). Expected "
-            "them to run to the end: look at the output of the process that was killed, failed, or ran out of memory. "
-            "Then run the same command again, with any number of processes; files that were written stay valid."
-        )
-
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor over all processes, in place. Raises as `exchange`."""
         return self._processes.add(tensor)
@@ -90,16 +82,12 @@ class Lockstep:
             total += one
         return total
 
-    def begin(self, word: str = STEP) -> list[str]:
-        """Begin a pass, and return what the processes said when they began theirs."""
-        return self.exchange(word)
-
     @contextmanager
     def region(self, accompany: Callable[[list[str]], None]) -> Iterator[None]:
         """Return a context in which processes may make different numbers of passes.
 
         Args:
-            accompany: makes one pass whose result is dropped, after [`~Lockstep.begin`] was answered with these words.
+            accompany: makes one pass whose result is dropped, after processes have begun it by these words.
 
         Raises:
             PeerProcessError: another process failed or died. A process that fails itself raises its own error.
@@ -116,7 +104,7 @@ class Lockstep:
             gone = lost_contact(error)
             if gone or (not self._told and len(self.division.ranks) > 1):
                 # Others may wait for this process within a layer, and do not listen to words: it has to end first.
-                lost = self._lost(error)
+                lost = self._processes.lost(error, " in its pass through the model")
                 lost.__cause__ = error
                 self._processes.give_up(lost)
                 if gone and not isinstance(error, PeerProcessError):

@@ -149,24 +149,22 @@ class Processes:
                 value = function()
         return self.gather(value)[0]
 
-    def broadcast_tensor_from_main(
-        self, function: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """Call a function that returns a CPU tensor in the main process, and return the tensor in every process.
+    def broadcast_tensor_from_main(self, function: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Call a function in the main process, and return its result, a CPU tensor in float64, in every process.
 
         Args:
             function: returns the tensor.
             shape: its shape.
-            dtype: the dtype to which it is cast.
 
         Raises:
             PeerProcessError: the call failed. The main process itself raises the error of `function`.
         """
         if self.num_processes == 1:
             return function()
-        tensor = torch.empty(0)
+        tensor = torch.empty(shape, dtype=torch.float64)
         with self.all_or_none():
-            tensor = function().to(dtype).contiguous() if self.is_main_process else torch.empty(shape, dtype=dtype)
+            if self.is_main_process:
+                tensor = function().double().contiguous()
         with self._connection():
             dist.broadcast(tensor, src=0, group=self._group)
         return tensor
@@ -219,12 +217,21 @@ class Processes:
                 self._group = group
             yield
         except RuntimeError as error:  # torch.distributed has no narrower class for a lost peer
-            raise PeerProcessError(
-                f"Process {self.process_index} of {self.num_processes} lost contact with the others ({error}). "
-                "Expected them to run to the end: look at the output of the process that was killed, failed, or ran "
-                "out of memory. Then run the same command again, with any number of processes; files that were "
-                "written stay valid."
-            ) from error
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception, where: str = "") -> PeerProcessError:
+        """Make the error of a process that has lost contact with the others.
+
+        Args:
+            error: what tells that it has.
+            where: the place in the run.
+        """
+        return PeerProcessError(
+            f"Process {self.process_index} of {self.num_processes} lost contact with the others{where} ({error}). "
+            "Expected them to run to the end: look at the output of the process that was killed, failed, or ran out "
+            "of memory. Then run the same command again, with any number of processes; files that were written stay "
+            "valid."
+        )
 
 
 def share_of(count: int, index: int, parts: int) -> range:

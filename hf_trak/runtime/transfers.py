@@ -7,7 +7,6 @@ reads or writes a third. Results do not depend on it.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,71 +14,55 @@ from torch import Tensor
 BUFFERS = 2
 
 
-class Copy(Protocol):
-    """A copy that has been started."""
+class Copy:
+    """A copy that has been started on a stream of a CUDA device."""
 
-    def wait(self) -> None:
-        """Make later operations on the device's current stream wait for the copy."""
-
-    def synchronize(self) -> None:
-        """Make the host wait for the copy."""
-
-
-class CopyEngine(Protocol):
-    """An engine that copies while a device computes."""
-
-    def pinned(self, size: int) -> Tensor:
-        """Allocate page-locked host memory of `size` bytes, a uint8 tensor `(size,)`."""
-
-    def upload(self, source: Tensor) -> tuple[Tensor, Copy]:
-        """Start a copy of pinned memory to the device; return the tensor there and the copy that fills it."""
-
-    def download(self, source: Tensor, target: Tensor) -> Copy:
-        """Start a copy of a tensor of the device, once it has been computed, to pinned memory."""
-
-
-class CudaCopyEngine:
-    """Copies over a stream of its own on a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def upload(self, source: Tensor) -> tuple[Tensor, Copy]:
-        with torch.cuda.stream(self.stream):
-            target = source.to(self.device, non_blocking=True)
-        return target, _CudaCopy(self.stream, self.device, target)
-
-    def download(self, source: Tensor, target: Tensor) -> Copy:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        source.record_stream(self.stream)  # its memory is not reused before the copy has finished
-        return _CudaCopy(self.stream, self.device, None)
-
-
-class _CudaCopy:
     def __init__(self, stream: torch.cuda.Stream, device: torch.device, target: Tensor | None) -> None:
         self.event = stream.record_event()
         self.device = device
         self.target = target
 
     def wait(self) -> None:
+        """Make later operations on the device's current stream wait for the copy."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.event)
         if self.target is not None:
             self.target.record_stream(current)
 
     def synchronize(self) -> None:
+        """Make the host wait for the copy."""
         self.event.synchronize()
+
+
+class CopyEngine:
+    """Copies over a stream of its own on a CUDA device, while the device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def pinned(self, size: int) -> Tensor:
+        """Allocate page-locked host memory of `size` bytes, a uint8 tensor `(size,)`."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, source: Tensor) -> tuple[Tensor, Copy]:
+        """Start a copy of pinned memory to the device; return the tensor there and the copy that fills it."""
+        with torch.cuda.stream(self.stream):
+            target = source.to(self.device, non_blocking=True)
+        return target, Copy(self.stream, self.device, target)
+
+    def download(self, source: Tensor, target: Tensor) -> Copy:
+        """Start a copy of a tensor of the device, once it has been computed, to pinned memory."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self.stream)  # its memory is not reused before the copy has finished
+        return Copy(self.stream, self.device, None)
 
 
 def copy_engine(device: torch.device) -> CopyEngine | None:
     """Return the engine of a device, or `None` for a device that copies synchronously, such as the CPU."""
-    return CudaCopyEngine(device) if device.type == "cuda" else None
+    return CopyEngine(device) if device.type == "cuda" else None
 
 
 def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine | None = None) -> Iterator[Tensor]:

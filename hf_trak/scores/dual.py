@@ -213,7 +213,7 @@ class DualSystem:
             `(rows of all these shards,)`, float64.
         """
         n = self._features.n
-        whole = self._features.processes.broadcast_tensor_from_main(self._leverages, (n,), torch.float64)
+        whole = self._features.processes.broadcast_tensor_from_main(self._leverages, (n,))
         rows = [self._features.shards.plan.rows(index) for index in indices]
         return torch.cat([whole[:0], *(whole[one.start : one.stop] for one in rows)])
 
@@ -235,7 +235,7 @@ class DualSystem:
         def solve() -> Tensor:
             return torch.cholesky_solve(products, self._factor())
 
-        return self._features.processes.broadcast_tensor_from_main(solve, tuple(products.shape), torch.float64)
+        return self._features.processes.broadcast_tensor_from_main(solve, tuple(products.shape))
 
     def _factor(self) -> Tensor:
         """Return the Cholesky factor of K + λI. Only the main process needs it."""

@@ -95,9 +95,14 @@ class RowGroups:
 
         Raises:
             ValueError: there is no such column, or the number of values is not the number of rows.
-            TypeError: a column is named, but the dataset is no `datasets.Dataset`; or a value is not hashable.
+            TypeError: `by` is neither, or a column is named, but the dataset is no `datasets.Dataset`; or a value is
+                not hashable.
         """
         if not isinstance(by, str):
+            if not hasattr(by, "__iter__"):
+                raise TypeError(
+                    f"`{what}` is {by!r}. Expected the name of a column, or one value per row. Pass one of them."
+                )
             values = by.tolist() if isinstance(by, np.ndarray | Tensor) else list(by)
             if len(values) != len(dataset):
                 raise ValueError(

@@ -12,36 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, SingularGramError
-from hf_trak.runtime.checks import check_finite_rows as check_finite_rows
-
-
-def gram_update(gram: Tensor, features: Tensor, start: int = 0) -> Tensor:
-    """Add the Gram matrix of some rows in place: `gram += featuresᵀ · features`, in the precision of `gram`.
-
-    Args:
-        gram: `(k, k)`, float64 or float32.
-        features: `(rows, k)`, any floating dtype.
-        start: index of the first row, for error messages.
-
-    Returns:
-        `gram` itself.
-
-    Raises:
-        ValueError: shapes do not fit, or `gram` is of lower precision than float32.
-        NonFiniteError: a row of `features` is not finite; names it. `gram` is unchanged.
-    """
-    if gram.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"`gram` has dtype {gram.dtype}, which overflows or rounds too coarsely. Expected torch.float64 or "
-            "torch.float32."
-        )
-    if features.ndim != 2 or gram.shape != (features.shape[1], features.shape[1]):
-        raise ValueError(
-            f"`features` has shape {tuple(features.shape)}, `gram` {tuple(gram.shape)}. Expected (rows, k) and (k, k)."
-        )
-    check_finite_rows(features, "feature vector", start)
-    wide = features.to(device=gram.device, dtype=gram.dtype)
-    return gram.addmm_(wide.T, wide)
+from hf_trak.runtime.checks import check_finite_rows
 
 
 def ridge_lambda(trace: float, n: int, k: int, lambda_relative: float) -> float:
@@ -56,22 +27,20 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_relative: float) -> float:
         trace: trace(XᵀX).
         n: number of training examples.
         k: number of features.
-        lambda_relative: the relative value, a pure number.
+        lambda_relative: the relative value, a finite number of at least 0.
 
     Returns:
         λ, in the units of XᵀX.
 
     Raises:
-        ValueError: n or k is not positive, or `lambda_relative` is negative or not finite.
         NonFiniteError: the trace is not finite.
+        SingularGramError: the trace is 0.
     """
-    if n < 1 or k < 1:
-        raise ValueError(
-            f"λ is not defined for {n} training example(s) and {k} feature(s). Expected at least one of each."
-        )
-    if not (lambda_relative >= 0 and math.isfinite(lambda_relative)):
-        raise ValueError(
-            f"`lambda_relative` is {lambda_relative}. Expected a finite number of at least 0; 0.1 is a good start."
+    if trace == 0:
+        raise SingularGramError(
+            "All features of all training rows are 0: the outputs do not depend on the attributed parameters, as they "
+            "do not on an adapter that was merged. Expected parameters that take part in the output. Name such in "
+            "`grad_wrt`, or attribute the model as it was trained, before merging."
         )
     if not math.isfinite(trace):
         raise NonFiniteError(
@@ -129,17 +98,15 @@ class RidgeSystem:
         """
         Args:
             gram: G `(k, k)`, symmetric, in the dtype in which it was accumulated: float64 or float32.
-            lam: λ ≥ 0.
+            lam: λ, a finite number of at least 0.
 
         Raises:
-            ValueError: G is not square, or λ is negative or not finite.
+            ValueError: G is not square.
             SingularGramError: A contains NaN or infinities, is not positive definite, or cannot be distinguished from
                 a singular matrix at the precision of `gram`.
         """
         if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
             raise ValueError(f"`gram` has shape {tuple(gram.shape)}. Expected (k, k) with k ≥ 1.")
-        if not (lam >= 0 and math.isfinite(lam)):
-            raise ValueError(f"λ is {lam}. Expected a finite number of at least 0.")
         self.lam = float(lam)
         if not bool(gram.isfinite().all()):
             raise_singular(self.lam, "it contains NaN or infinities, so some feature does (or the matrix overflowed)")

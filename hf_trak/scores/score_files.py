@@ -6,7 +6,6 @@ that the scores depend on: runs with different settings write different files, a
 equal bytes.
 """
 
-import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-import xxhash
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
@@ -26,6 +24,7 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, ScoreBlock, fixed_size_list
 from hf_trak.scores.topk import PADDING, TopK
 from hf_trak.store.atomic import atomic_path, explained, remove_stale_temporaries, safe_name, temporary_file
+from hf_trak.store.sealed import file_digest
 
 _GROUP_BYTES = 64 << 20
 
@@ -99,7 +98,6 @@ class ScoreFiles:
         One process alone writes its transposed blocks to their places in the file. Of several, each writes them to a
         scratch file, from which all processes then read the targets that they write.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
         if self.processes.num_processes == 1:
             return self._filled(blocks)
         with temporary_file(self.directory) as scratch:
@@ -234,16 +232,15 @@ def score_file_digests(scored: Dataset, directory: Path) -> dict[str, str]:
     """
     paths = dict.fromkeys(Path(entry["filename"]) for entry in scored.cache_files)
     found = [path for path in paths if path.parent.resolve() == directory.resolve()]
-    return {path.name: _digest(path) for path in found if path.name.startswith("per-target-")}
+    return {path.name: file_digest(path) for path in found if path.name.startswith("per-target-")}
 
 
-def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Dataset:
+def read_score_files(directory: Path, files: Mapping[str, str]) -> Dataset:
     """Read all scores of a run, one row per target.
 
     Args:
         directory: the directory of the run.
-        files: names of the files with their xxh3-128 digests, see [`score_file_digests`]. A digest of `None`, as in
-            runs of format 1, is not compared.
+        files: names of the files with their xxh3-128 digests, see [`score_file_digests`].
 
     Returns:
         The column `trak_scores`, memory-mapped.
@@ -257,18 +254,13 @@ def read_score_files(directory: Path, files: Mapping[str, str | None]) -> Datase
         remedy = "Run `hf-trak attribute --all_scores` again."
         if not path.is_file():
             raise StoreError(f"{path} is missing. Expected a file with the scores of the run. {remedy}")
-        if digest is not None and (found := _digest(path)) != digest:
+        if (found := file_digest(path)) != digest:
             raise StoreError(f"{path} is damaged: its checksum is {found}. Expected {digest}. {remedy}")
         try:
             parts.append(Dataset.from_file(os.fspath(path)))
         except (pa.ArrowInvalid, OSError) as error:
             raise StoreError(f"{path} is damaged ({error}). Expected an Arrow file of scores. {remedy}") from error
     return concatenate_datasets(parts)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:

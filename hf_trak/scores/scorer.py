@@ -220,7 +220,7 @@ class Scorer:
             solved = self._solve_primal(model_id, targets, m)
         else:
             solver = self.solvers.make(model_id)
-            given = self.processes.broadcast_tensor_from_main(targets, (m, self.k), torch.float64)
+            given = self.processes.broadcast_tensor_from_main(targets, (m, self.k))
             solved = self.solvers.solve(solver, given)
         rows = ScaledRows.of(solved)
         return ScaledRows(rows.values.to(self.device), rows.exponents)
@@ -232,7 +232,7 @@ class Scorer:
             assert gram is not None  # this runs in the main process only
             return self.system(model_id, gram).solve(targets())
 
-        return self.processes.broadcast_tensor_from_main(solve, (m, self.k), torch.float64)
+        return self.processes.broadcast_tensor_from_main(solve, (m, self.k))
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
         """Factorize XᵀX + λI of a checkpoint, and log λ and the condition number.

@@ -20,8 +20,11 @@ import torch
 from hf_trak.errors import StoreError
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
-from hf_trak.store.sealed import read_sealed, write_sealed
+from hf_trak.store.atomic import atomic_path
+from hf_trak.store.sealed import file_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import Finding
+from hf_trak.store.verification import judged
 
 VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"
 
@@ -101,13 +104,16 @@ class GradientSearch:
     def save(self, directory: str | Path) -> None:
         """Write the index and what it was made from to a directory."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.index.save(str(directory / VECTORS_FILE))
-        write_sealed(directory / RECORD_FILE, {"identity": self.identity, "model_ids": self.model_ids})
+        with atomic_path(directory / VECTORS_FILE) as temporary:
+            self.index.save(str(temporary))
+            content = {"identity": self.identity, "model_ids": self.model_ids, "vectors": file_digest(temporary)}
+        write_sealed(directory / RECORD_FILE, content)
 
     @classmethod
     def load(cls, directory: str | Path, identity: str) -> "GradientSearch":
-        """Read an index that was saved on this machine. FAISS does not check files: load none from other people.
+        """Read an index that was saved on this machine.
+
+        FAISS trusts its files, and a checksum does not tell who wrote them: load none from other people.
 
         Args:
             directory: the directory.
@@ -115,18 +121,13 @@ class GradientSearch:
 
         Raises:
             ImportError: `faiss` is not installed.
-            StoreError: there is none, or it was made from other features.
+            StoreError: there is none, it is damaged, or it was made from other features.
         """
         _faiss()
         from datasets.search import FaissIndex  # needs faiss
 
         directory = Path(directory)
-        try:
-            record = read_sealed(directory / RECORD_FILE, "Build it again.")
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{directory} holds no search index: {RECORD_FILE} is missing. Build one first."
-            ) from error
+        record = _intact_record(directory)
         if record.get("identity") != identity:
             raise StoreError(
                 f"The search index in {directory} was made from {record.get('identity')}, the features at hand are "
@@ -135,12 +136,37 @@ class GradientSearch:
         return cls(record["model_ids"], identity, FaissIndex.load(str(directory / VECTORS_FILE)))
 
 
+def _intact_record(directory: Path) -> dict[str, Any]:
+    """Read the record of a saved index, and compare the vectors with their checksum. Raises `StoreError`."""
+    try:
+        record = read_sealed(directory / RECORD_FILE, "Build it again.")
+    except FileNotFoundError as error:
+        raise StoreError(f"{directory} holds no search index: {RECORD_FILE} is missing. Build one first.") from error
+    path = directory / VECTORS_FILE
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error}). Expected the vectors. Build it again.") from error
+    if found != record.get("vectors"):
+        raise StoreError(
+            f"{path} is damaged: its checksum is {found}, and {RECORD_FILE} says {record.get('vectors')!r}. Expected "
+            "the vectors as they were saved. Build it again in another directory."
+        )
+    return record
+
+
+def verify_search(directory: Path) -> Iterator[Finding]:
+    """Check the record and the vectors of a saved index: yield one finding for both."""
+    remedy = "Delete the directory; `build_search` with the same arguments writes it."
+    yield judged(directory / RECORD_FILE, lambda: _intact_record(directory), remedy)
+
+
 def _faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
         raise ImportError(
-            "Interactive search needs FAISS, which is not installed. Install it with `pip install hf_trak[search]`, "
+            "Interactive search needs FAISS, which is not installed. Install it with `pip install faiss-cpu`, "
             "or use `attribute`, which needs none."
         ) from error
     return faiss

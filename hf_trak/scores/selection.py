@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from hf_trak.runtime.checks import is_int
-from hf_trak.scores.groups import GroupBy, RowGroups
+from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 
 Criterion = Literal["most_helpful", "least_harmful"]
@@ -58,11 +58,7 @@ def row_scores(blocks: Iterable[ScoreBlock], n_train: int, criterion: Criterion)
 
     Returns:
         `torch.Tensor` of shape `(n_train,)`, float32.
-
-    Raises:
-        ValueError: the criterion is unknown.
     """
-    check_criterion(criterion)
     result = torch.empty(n_train)
     for start, stop, block in blocks:
         result[start:stop] = block.mean(dim=1) if criterion == "most_helpful" else block.min(dim=1).values
@@ -167,12 +163,3 @@ def group_score_columns(sums: Tensor, groups: RowGroups) -> HFDataset:
             {name: List(kind, length=len(groups)) for name, kind in zip(GROUP_COLUMNS, kinds, strict=True)}
         ),
     )
-
-
-def check_strata(train_dataset: Any, stratify_by: GroupBy | None) -> RowGroups | None:
-    """Make the groups of training rows that `stratify_by` asks for, or `None` if it is `None`.
-
-    Raises:
-        TypeError, ValueError: as in [`RowGroups.of`].
-    """
-    return None if stratify_by is None else RowGroups.of(train_dataset, stratify_by, "stratify_by")

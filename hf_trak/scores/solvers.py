@@ -294,10 +294,10 @@ class Solvers:
         return {} if primal else {"solvers": [choice.identity for choice in choices]}
 
     def prepare(self, model_id: int) -> None:
-        """Compute and save what the solver of a checkpoint keeps in the store, unless it is there.
+        """Compute and save what the solver of a checkpoint, which is not the primal one, keeps in the store.
 
         Raises:
-            ValueError: the rank is larger than min(n, k), or the solver is the primal one.
+            ValueError: the rank is larger than min(n, k).
             IncompleteStoreError: shards are missing.
             StoreError: a shard or a saved file is damaged, or a file cannot be written.
             NonFiniteError: a feature is not finite; names its row.
@@ -306,10 +306,8 @@ class Solvers:
         features, files = self.features(model_id), SolverFiles(self._store, model_id)
         if choice.kind == "dual":
             ensure_kernel(features, files)
-        elif choice.kind == "low_rank":
-            self._iteration(model_id, choice, features, files).run()
         else:
-            raise ValueError("The primal solver keeps XᵀX, which `Scorer.gram` computes. Expected another solver.")
+            self._iteration(model_id, choice, features, files).run()
 
     def make(self, model_id: int) -> StreamedSolver:
         """Make the solver of a checkpoint, after [`~Solvers.prepare`], and log what it says of itself.
@@ -339,7 +337,7 @@ class Solvers:
         if not isinstance(solver, LowRankSystem):
             return solver.solve(targets)
         shape = tuple(targets.shape)
-        return self._processes.broadcast_tensor_from_main(lambda: solver.solve(targets), shape, torch.float64)
+        return self._processes.broadcast_tensor_from_main(lambda: solver.solve(targets), shape)
 
     def training_quadratic(self, model_id: int, solver: StreamedSolver, indices: Sequence[int]) -> Tensor:
         """Compute x (XᵀX + λI)⁻¹ xᵀ for the training rows x of some shards, others in each process."""

@@ -13,7 +13,7 @@ The model output of a language model is a sum over label tokens, f = Σ_t w_t m_
 Both columns have one entry per label: per entry of `labels` if the row has them, and of `input_ids` otherwise.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,14 +22,15 @@ from datasets import Dataset, List, Value, concatenate_datasets
 from torch import Tensor
 
 from hf_trak.data.rows import RowBatches
+from hf_trak.data.said import PREDICTED, Range, decoded, places, said_column, said_in
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput
+from hf_trak.runtime.arguments import named_arguments
+from hf_trak.runtime.checks import is_int
 from hf_trak.scores.scored_dataset import HARMFUL_TOKEN_SCORES, TOKEN_POSITIONS, TOKEN_SCORES
 
-Range = tuple[int, int]
-"""`(start, stop)`, `stop` not included. Negative numbers count from the end."""
 
-
+@named_arguments
 @dataclass(frozen=True)
 class Span:
     """A part of every target, such as one word of an answer: what `attribute(part=...)` takes.
@@ -45,11 +46,21 @@ class Span:
     chars: Range | Sequence[Range] | str | None = None
     words: str | Sequence[str] | None = None
     mask_column: str | None = None
-    text_column: str = "text"
+    text_column: str | None = None
     ids_column: str = "input_ids"
 
-    def of(self, dataset: Dataset, tokenizer: Any) -> Dataset:
-        """Restrict every target to the part. Arguments, result and errors are those of [`span_targets`]."""
+    def of(self, dataset: Dataset, tokenizer: Any, ready: Callable[[list[Any]], list[Any]] | None = None) -> Dataset:
+        """Restrict every target to the part. Result and errors are those of [`span_targets`].
+
+        Args:
+            dataset: the targets.
+            tokenizer: as there.
+            ready: makes tokens of rows that are none yet, as the trainer does.
+        """
+        if ready is not None and isinstance(dataset, Dataset) and self.ids_column not in dataset.column_names:
+            rows = ready(list(dataset.with_format(None)))
+            for name in [name for name in rows[0] if name not in dataset.column_names]:
+                dataset = dataset.add_column(name, [row[name] for row in rows])
         return span_targets(dataset, tokenizer=tokenizer, **asdict(self))
 
 
@@ -61,7 +72,7 @@ def span_targets(
     words: str | Sequence[str] | None = None,
     mask_column: str | None = None,
     tokenizer: Any = None,
-    text_column: str = "text",
+    text_column: str | None = None,
     ids_column: str = "input_ids",
 ) -> Dataset:
     """Restrict every target to a part of its labels.
@@ -75,15 +86,17 @@ def span_targets(
         tokens (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
             Ranges of token positions: one for all rows, one per row, or the name of a column that holds them.
         chars (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
-            Ranges of characters of `text_column`, given in the same ways.
+            Ranges of characters of the text, given in the same ways.
         words (`str` or `Sequence[str]`, *optional*):
-            A piece of text that occurs exactly once in `text_column`: one for all rows, or one per row.
+            A piece that occurs exactly once in the text: one for all rows, or one per row.
         mask_column (`str`, *optional*):
             Name of a column of lists of 0 and 1, with one entry per token.
         tokenizer (`PreTrainedTokenizerFast`, *optional*):
             A fast tokenizer, for `chars` and `words`. Not needed if the dataset has a column `offset_mapping`.
-        text_column (`str`, *optional*, defaults to `"text"`):
-            Name of the column with the text that was tokenized.
+        text_column (`str`, *optional*):
+            Name of the column with the text that was tokenized. By default the text is what the model says:
+            `predicted` in rows of `predict`, the assistant's turns of `messages` (for `words`), the `completion` of a
+            prompt, and else `text`, or all that the tokens say.
         ids_column (`str`, *optional*, defaults to `"input_ids"`):
             Name of the column with its token ids: `labels` for sequence-to-sequence models.
 
@@ -92,9 +105,9 @@ def span_targets(
 
     Raises:
         TypeError: the targets are no `datasets.Dataset`.
-        ValueError: none or several of the four arguments are given; a range is empty or contains no token of its row
-            (because the row was truncated before it, for example); the words do not occur exactly once; the tokenizer
-            gives other ids than the row has; or a column does not exist.
+        ValueError: none or several of the four arguments are given, or one is of another form; a range is empty or
+            contains no token of its row (because the row was truncated before it, for example); the words do not occur
+            exactly once; the tokenizer gives other ids than the row has; or a column does not exist.
     """
     _require_dataset(dataset)
     given = {"tokens": tokens, "chars": chars, "words": words, "mask_column": mask_column}
@@ -139,7 +152,7 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
     if not isinstance(task, AggregatedModelOutput):
         raise TypeError(
             f"The task is a {type(task).__name__}, which has one label per sample. Expected one that aggregates over "
-            "labels, such as 'causal_lm' or 'token_classification'. Use `attribute`."
+            "labels, such as 'causal_lm' or 'token_classification'. Leave `per_token` out."
         )
     columns: dict[str, list[Any]] = {"trak_target": [], "trak_position": [], TARGET_WEIGHTS: []}
     for target, weights in enumerate(label_weights(task, batches, dataset)):
@@ -237,13 +250,15 @@ def _masks_of_characters(
     chars: Any,
     words: str | Sequence[str] | None,
     tokenizer: Any,
-    text_column: str,
+    text_column: str | None,
     ids_column: str,
 ) -> list[list[int]]:
     """Mark the tokens that share a character with the range `chars`, or with `words` where those are given."""
-    texts = list(_column(dataset, text_column))
-    if words is not None:
-        per_row = [words] * len(dataset) if isinstance(words, str) else list(words)
+    per_row = None if words is None else _words(words, len(dataset))
+    if text_column is None and (said := said_column(dataset)) != "text":
+        return _masks_of_said(dataset, chars, per_row, tokenizer, said, ids_column)
+    texts = list(_column(dataset, text_column or "text"))
+    if per_row is not None:
         spans = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, per_row, strict=True))]
     else:
         given = _ranges(dataset, chars, "chars")
@@ -257,18 +272,18 @@ def _masks_of_characters(
 
 def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
     """Read ranges given for all rows, per row, or as a column: one per row."""
+    ranges: list[Any] = []
     if isinstance(given, str):
-        ranges = [tuple(span) for span in _column(dataset, given)]
-    elif len(given) == 2 and all(isinstance(end, int) for end in given):
-        ranges = [tuple(given)] * len(dataset)
-    else:
-        ranges = [tuple(span) for span in given]
-    if len(ranges) != len(dataset) or any(len(span) != 2 for span in ranges):
+        ranges = list(_column(dataset, given))
+    elif isinstance(given, Sequence):
+        ranges = [given] * len(dataset) if len(given) == 2 and all(map(is_int, given)) else list(given)
+    pairs = [(*span,) for span in ranges if isinstance(span, Sequence) and len(span) == 2 and all(map(is_int, span))]
+    if not len(pairs) == len(ranges) == len(dataset):
         raise ValueError(
             f"`{name}` is {given!r} for {len(dataset)} rows. Expected one (start, stop) for all of them, one for "
             "each, or the name of a column of such pairs."
         )
-    return ranges
+    return pairs
 
 
 def _resolved(span: Range, length: int) -> Range:
@@ -277,15 +292,52 @@ def _resolved(span: Range, length: int) -> Range:
     return start, stop
 
 
-def _only_place(text: str, word: str, row: int) -> Range:
-    found = text.count(word) if word else 0
-    if found != 1:
+def _words(given: Any, rows: int) -> list[str]:
+    """Read words given for all rows or per row: one per row."""
+    words = [given] * rows if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    if len(words) != rows or not all(isinstance(word, str) for word in words):
         raise ValueError(
-            f"{word!r} occurs {found} times in the text of row {row}. Expected it to occur once. Give the place with "
-            "`chars` instead."
+            f"`words` is {given!r} for {rows} rows. Expected one text for all of them, or one for each. Give a text."
         )
+    return words
+
+
+def _only_place(text: str, word: str, row: int) -> Range:
+    _require_one(text.count(word) if word else 0, word, row, "text")
     start = text.index(word)
     return start, start + len(word)
+
+
+def _require_one(found: int, word: str, row: int, column: str) -> None:
+    if found != 1:
+        raise ValueError(
+            f"{word!r} occurs {found} times in the {column} of row {row}. Expected it to occur once. Give more of the "
+            "words around it, or the place with `chars` or `tokens`."
+        )
+
+
+def _masks_of_said(
+    dataset: Dataset, chars: Any, words: list[str] | None, tokenizer: Any, said: str | None, ids_column: str
+) -> list[list[int]]:
+    """Mark the tokens of `chars` or `words` in what the model says, which is found in what the tokens say."""
+    if not hasattr(tokenizer, "decode") or (words is None and said != PREDICTED):
+        raise ValueError(
+            f"`tokenizer` is {type(tokenizer).__name__}, and what the model says is in {said!r}. Expected a tokenizer "
+            "and, except for 'predicted', `words` in place of `chars`. Otherwise, give the span as `tokens`."
+        )
+    ranges, masks = _ranges(dataset, chars, "chars") if words is None else [], list[list[int]]()
+    for index, (row, ids) in enumerate(zip(dataset, _column(dataset, ids_column), strict=True)):
+        own = [i for i in range(len(ids)) if said != PREDICTED or row[TARGET_MASK][i]]
+        text, offsets = decoded([ids[i] for i in own], tokenizer, said == PREDICTED)
+        if words is None:
+            first, last = _resolved(ranges[index], len(text))
+        else:
+            found = places(text, words[index], [(0, len(text))] if said in (PREDICTED, None) else said_in(text, row))
+            _require_one(len(found), words[index], index, repr(said))
+            first, last = found[0], found[0] + len(words[index])
+        chosen = {i for i, (start, stop) in zip(own, offsets, strict=True) if start < last and stop > first}
+        masks.append([int(i in chosen) for i in range(len(ids))])
+    return masks
 
 
 def _offsets(dataset: Dataset, texts: list[str], tokenizer: Any, ids_column: str) -> list[list[Range]]:

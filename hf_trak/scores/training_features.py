@@ -177,7 +177,7 @@ class TrainingFeatures:
             return sum_over_strips(right, strip, lambda part: part.square().sum(dim=0)).cpu()
 
         # ‖X b‖² ≤ ‖X‖² ‖b‖², and the squared Frobenius norm of X is the trace
-        norms = self.processes.broadcast_tensor_from_main(squares, (r,), torch.float64)
+        norms = self.processes.broadcast_tensor_from_main(squares, (r,))
         left_scale = power_above(sizes.column_squares * len(self.shards))
         total = ProductSum(left_scale.to(self.device), power_above(norms * sizes.trace).to(self.device))
         with self.processes.all_or_none():

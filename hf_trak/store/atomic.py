@@ -11,10 +11,8 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -26,6 +24,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from hf_trak.errors import HfTrakError, StoreError
+from hf_trak.runtime.temporary import TEMPORARY, host_name, temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_NAME_BYTES = 200
 
 """Longest accepted name; file systems stop at 255 bytes, and the store adds suffixes of its own."""
-
-
-TEMPORARY = re.compile(r"\.hf_trak-tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{16}")
-
-"""Names of temporary files and directories; `hf_trak.store.atomic` says who removes them."""
 
 
 _STALE_SECONDS = 3600.0
@@ -57,7 +51,7 @@ def safe_name(name: str, what: str = "name") -> str:
             `MAX_NAME_BYTES` bytes.
     """
     if not isinstance(name, str):
-        raise TypeError(f"`{what}` is {name!r} of type {type(name).__name__}; expected a string.")
+        raise TypeError(f"`{what}` is {name!r} ({type(name).__name__}). Expected a string. Give a name.")
     problem = None
     if not name.strip():
         problem = "it is empty"
@@ -283,15 +277,10 @@ def remove_stale_temporaries(directory: Path) -> None:
         match = TEMPORARY.fullmatch(entry.name)
         if match is None or match["host"] != host_name() or is_alive(int(match["pid"])):
             continue
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone by now, or not ours to remove
             if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
                 entry.unlink()
                 logger.info("Removed %s, left behind by a process that died.", entry)
-
-
-def temporary_name() -> str:
-    """Make a name for a temporary file or directory that no other writer uses, of the form [`TEMPORARY`]."""
-    return f".hf_trak-tmp-{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
@@ -365,11 +354,6 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def host_name() -> str:
-    """Return the name of this host in the form that is part of the names of temporary files."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "unknown"
-
-
 def is_alive(pid: int) -> bool:
     """Tell whether a process of this host is running."""
     try:
@@ -413,11 +397,11 @@ class Leftover:
         return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
 
     def remove(self) -> bool:
-        """Remove it, and return whether it is gone. Another process may have removed it first."""
+        """Remove it, and return whether it is gone: removed by another process, say. It may not be ours to remove."""
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 self.path.unlink()
         return not os.path.lexists(self.path)
 

@@ -3,6 +3,7 @@
 {"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 1, …}
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,6 +66,16 @@ def create_sealed(path: Path, content: Mapping[str, Any]) -> bool:
     return create_bytes(path, sealed_bytes(content))
 
 
+def file_digest(path: Path) -> str:
+    """Hash the bytes of a file: xxh3-128, 32 hex digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
 def check_seal(content: Mapping[str, Any], path: Path | str, remedy: str = "") -> None:
     """Compare the checksum of a parsed file with its content.
 
@@ -104,7 +115,9 @@ def read_sealed(path: Path, remedy: str = "") -> dict[str, Any]:
     """
     content = read_json(path)
     version = content.get(VERSION_KEY)
-    if isinstance(version, int) and version != SEALED_VERSION:
+    if version is None:
+        check_seal(content, path, remedy)  # a damaged file rather than one of another version
+    if type(version) is not int or version != SEALED_VERSION:
         raise StoreError(
             f"{path} has format version {version}, expected {SEALED_VERSION}: compute it again with this version of "
             "hf_trak, featurized rows with `featurize` in another output directory."

@@ -314,9 +314,7 @@ def read_tensors(
         tensors = {name: file.get_tensor(name) for name in specs}
         if verify or (verify is None and stamp not in _verified):
             others = {name: file.get_tensor(name) for name in file.keys() if name not in tensors}  # noqa: SIM118
-            found, said = checksums({**tensors, **others}), header.get("tensors")
-            if found != said:
-                raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {said}")
+            _compare_checksums(path, checksums({**tensors, **others}), header)
             _verified.add(stamp)
     return tensors
 
@@ -342,10 +340,8 @@ def read_part(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], *
         tensors = {name: file.get_tensor(name) for name in specs}
     if stamp not in _verified:
         said = header.get("tensors")
-        for name, found in checksums(tensors).items():
-            expected = said.get(name) if isinstance(said, dict) else None
-            if found != expected:
-                raise _broken(path, f"the checksum of `{name}` is {found}, its metadata says {expected}")
+        known = {name: said.get(name) for name in specs} if isinstance(said, dict) else {}
+        _compare_checksums(path, checksums(tensors), {"tensors": known})
         _verified.add(stamp)
     return tensors
 
@@ -360,15 +356,18 @@ def check_file(path: Path) -> None:
         StoreError: the file is missing, truncated or damaged, or of another format.
     """
     with _open(path) as file:
-        header = parse_metadata(path, file)
-        version = header.get("format_version")
-        if version != FORMAT_VERSION:
-            raise _broken(path, f"it has format version {version!r}, expected {FORMAT_VERSION}")
-        if header.get("checksum") != content_digest(header):
-            raise _broken(path, "the checksum of its metadata is not the one that it says")
+        header = _sealed_header(path, file)
         found = checksums({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    if found != header.get("tensors"):
-        raise _broken(path, f"the checksum of its tensors is {found}, its metadata says {header.get('tensors')}")
+    _compare_checksums(path, found, header)
+
+
+def _compare_checksums(path: Path, found: Mapping[str, str], header: Mapping[str, Any]) -> None:
+    """Compare checksums of all tensors of a file with those in its metadata. Raises `StoreError`."""
+    said = header.get("tensors")
+    said = said if isinstance(said, dict) else {}
+    for name in sorted({*found, *said}):
+        if found.get(name) != said.get(name):
+            raise _broken(path, f"the checksum of its tensors is not the one that its metadata says, in {name[:80]!r}")
 
 
 _verified: set[object] = set()
@@ -403,13 +402,7 @@ def _open(path: Path, mapped: bool = True) -> Iterator[Any]:
 def _check_header(
     path: Path, file: Any, identity: Identity, specs: Mapping[str, TensorSpec], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    header = parse_metadata(path, file)
-    if (found := header.get("format_version")) != FORMAT_VERSION:
-        raise _broken(path, f"it has format version {found!r}, expected {FORMAT_VERSION}")
-    if header.get("checksum") != content_digest(header):
-        raise _broken(
-            path, f"the checksum of its metadata is {content_digest(header)}, it says {header.get('checksum')}"
-        )
+    header = _sealed_header(path, file)
     saved = header.get("identity")
     if not isinstance(saved, dict):
         raise _broken(path, f"its metadata has the identity {saved!r}")
@@ -426,6 +419,16 @@ def _check_header(
         if shape != spec.shape or dtype not in spec.dtypes:
             expected = " or ".join(map(str, spec.dtypes))
             raise _broken(path, f"`{name}` is {dtype or found.get_dtype()} {shape}, expected {expected} {spec.shape}")
+    return header
+
+
+def _sealed_header(path: Path, file: Any) -> dict[str, Any]:
+    """Read the metadata of an open file, and compare their version and checksum. Raises `StoreError`."""
+    header = parse_metadata(path, file)
+    if (found := header.get("format_version")) != FORMAT_VERSION:
+        raise _broken(path, f"it has format version {found!r}, expected {FORMAT_VERSION}")
+    if header.get("checksum") != content_digest(header):
+        raise _broken(path, "the checksum of its metadata is not the one that they say")
     return header
 
 

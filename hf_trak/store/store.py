@@ -169,9 +169,14 @@ class FeatureStore:
         Raises:
             ValueError: the configuration lacks a key, or holds a value that is not plain JSON.
             ConfigMismatchError: the store was made with another configuration; it is left as it was.
-            StoreError: the saved configuration cannot be read.
+            StoreError: the saved configuration cannot be read, or `output_dir` is a file.
         """
         output_dir = Path(output_dir)
+        if output_dir.is_file():
+            raise StoreError(
+                f"`output_dir` is {str(output_dir)!r}, which is a file. Expected a directory, which need not exist. "
+                "Name another one."
+            )
         given = normalized(config)
         path = output_dir / cls.CONFIG_FILE
         if not path.exists():
@@ -210,7 +215,7 @@ class FeatureStore:
             raise ConfigMismatchError(
                 f"{self.output_dir / self.CONFIG_FILE} was saved with another configuration than the one given:\n  "
                 + "\n  ".join(changes)
-                + "\nUse the saved values, or another output directory."
+                + "\nExpected the saved values. Use them, or another output directory."
             )
 
     def changes(self, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> list[str]:

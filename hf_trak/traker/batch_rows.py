@@ -43,8 +43,7 @@ def selected(batch: Batch, chosen: np.ndarray) -> Batch:
     """
     if len(chosen) == batch_size_of(batch):
         return batch
-    split = SplitBatch.of(batch)
-    return split.rebuild({key: tensor[chosen.tolist()] for key, tensor in split.mapped.items()})
+    return SplitBatch.of(batch).picked(chosen.tolist())
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,25 +101,23 @@ def require_size(projector: Any, num_params: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class GradientPipeline:
-    """Computes the projected gradients of batches."""
+    """Computes the projected gradients of batches.
 
-    def __init__(
-        self, computer: Any, projector: Any, grad_dim: int, proj_dim: int, device: str | torch.device
-    ) -> None:
-        """
-        Args:
-            computer: an `AbstractGradientComputer`, or any object with its documented methods.
-            projector: an `AbstractProjector`, or any object with `project(grads, model_id)`.
-            grad_dim: number of attributed parameter elements, P.
-            proj_dim: number of columns after projection, k.
-            device: where gradients are collected and projected.
-        """
-        self.computer = computer
-        self.projector = projector
-        self.grad_dim = grad_dim
-        self.proj_dim = proj_dim
-        self.device = device
+    Attributes:
+        computer: an `AbstractGradientComputer`, or any object with its documented methods.
+        projector: an `AbstractProjector`, or any object with `project(grads, model_id)`.
+        grad_dim: number of attributed parameter elements, P.
+        proj_dim: number of columns after projection, k.
+        device: where gradients are collected and projected.
+    """
+
+    computer: Any
+    projector: Any
+    grad_dim: int
+    proj_dim: int
+    device: str | torch.device
 
     def __call__(self, batch: Batch, size: int, model_id: int, side: Side) -> tuple[Tensor, Tensor]:
         """Compute projected gradients and output-to-loss gradients.

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_trak.errors import NonFiniteError, SingularGramError
 from hf_trak.runtime.checks import check_finite_rows, checked_int, free_bytes, non_finite_rows
 from hf_trak.runtime.transfers import download, uploaded
-from hf_trak.scores.ridge import RidgeSystem, gram_update
+from hf_trak.scores.ridge import RidgeSystem
 
 
 def get_matrix_mult(
@@ -362,7 +362,9 @@ def _gram(grads: Tensor, dtype: torch.dtype, device: torch.device | str, block_r
     where = torch.device("cpu" if torch.device(device).type == "mps" else device)
     gram = torch.zeros(grads.shape[1], grads.shape[1], dtype=torch.float64, device=where)
     for start, block in _uploaded_blocks(grads, where, block_rows):
-        gram_update(gram, block, start)
+        check_finite_rows(block, "feature vector", start)
+        wide = block.to(gram)
+        gram.addmm_(wide.T, wide)
     kept = torch.promote_types(torch.promote_types(dtype, grads.dtype), torch.float32)
     return _checked_cast(gram, kept).to(device)
 

@@ -23,6 +23,7 @@ from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer, ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, Side, get_task
 from hf_trak.projectors import AbstractProjector, NoOpProjector
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int, non_finite_rows
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
@@ -47,6 +48,7 @@ from hf_trak.weights.watch import LoadedWeights
 logger = logging.getLogger(__name__)
 
 
+@named_arguments
 class TRAKer:
     """Featurizes train examples and scores targets, batch by batch (`trak` API).
 

@@ -3,7 +3,7 @@
 `session` is what both kinds of sessions share: `index_session` asks a model and its index about new targets, and
 `run_session` shows a saved run without either. `target_form` is what a user fills in. `train_rows` reads, searches and
 groups training rows, and `page` fills the template with them. `handlers` connects these to plain values, `app` lays
-them out with Gradio (extra `viewer`), and `server` serves them.
+them out with Gradio, and `server` serves them behind the `gate`.
 
 This package may import everything below `cli`. Only `app` and `server` import Gradio, when they are
 used. Start with `index_session.py` and `app.py`.

@@ -1,11 +1,13 @@
 """The layout of the page, with Gradio. What its controls do is in `handlers.py`."""
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_trak.viewer.gate import share_queue, tell_once
 from hf_trak.viewer.handlers import (
     ANY_LABEL,
     BY_INFLUENCE,
@@ -55,20 +57,47 @@ new ResizeObserver(fit).observe(element);
 _SECONDS_KEPT = 3600
 
 
-def import_gradio() -> Any:
-    """Import Gradio with its analytics switched off.
+def require_gradio() -> None:
+    """Look for Gradio without importing it.
 
     Raises:
-        ImportError: it is not installed (extra `viewer`).
+        ImportError: it is not installed.
     """
+    if importlib.util.find_spec("gradio") is None:
+        raise ImportError("The viewer needs Gradio, which is not installed. Install it with `pip install gradio`.")
+
+
+def import_gradio() -> Any:
+    """Import Gradio with its analytics switched off, and with its files below [`private_directory`].
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    require_gradio()
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
-        import gradio
-    except ImportError as error:
-        raise ImportError(
-            "The viewer needs Gradio, which is not installed. Install it with `pip install 'hf_trak[viewer]'`."
-        ) from error
-    return gradio
+    os.environ["GRADIO_TEMP_DIR"] = str(private_directory() / FILES)
+    return importlib.import_module("gradio")
+
+
+FILES = "files"
+"""Name of the directory with uploads and exports."""
+
+_PRIVATE = list[tempfile.TemporaryDirectory[str]]()
+
+
+def private_directory() -> Path:
+    """Return the directory of this process for uploads, exports and features of targets, which others cannot read."""
+    if not _PRIVATE:
+        _PRIVATE.append(tempfile.TemporaryDirectory(prefix="hf_trak-viewer-", ignore_cleanup_errors=True))
+        (Path(_PRIVATE[0].name) / FILES).mkdir()
+    return Path(_PRIVATE[0].name)
+
+
+def remove_private_directory() -> None:
+    """Remove the directory of this process, if it has one."""
+    while _PRIVATE:
+        _PRIVATE.pop().cleanup()
+        os.environ.pop("GRADIO_TEMP_DIR", None)
 
 
 def make_app(session: Session) -> "gradio.Blocks":
@@ -82,18 +111,37 @@ def make_app(session: Session) -> "gradio.Blocks":
         `gradio.Blocks`: the page, which [`~hf_trak.viewer.server.serve`] serves.
 
     Raises:
-        ImportError: Gradio is not installed (extra `viewer`).
+        ImportError: Gradio is not installed.
     """
     gr = import_gradio()
-    directory = tempfile.TemporaryDirectory(prefix="hf_trak-exports-")
-    page = _Page(gr, Handlers(session, Path(directory.name)))
-    with gr.Blocks(
+    session.scratch = private_directory()
+    page = _Page(gr, Handlers(session, session.scratch / FILES))
+    with _blocks(gr)(
         title=session.title, analytics_enabled=False, fill_width=True, delete_cache=(_SECONDS_KEPT, _SECONDS_KEPT)
     ) as blocks:
         page.lay_out()
-    blocks.queue(default_concurrency_limit=1, max_size=32)
-    blocks.exports = directory  # removed with the page
+    blocks.queue(default_concurrency_limit=1, max_size=32, api_open=False)
+    share_queue(blocks._queue)
     return blocks
+
+
+def _blocks(gr: Any) -> Any:
+    """Make the class of a page that tells its errors to the visitor, and unexpected ones to the log."""
+
+    class Blocks(gr.Blocks):
+        async def process_api(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await super().process_api(*args, **kwargs)
+            except gr.Error as error:  # of a control that was given another value than it takes
+                raise gr.Error(message_of(ValueError(error.message)), print_exception=False) from error
+            except EXPECTED_ERRORS as error:
+                raise gr.Error(message_of(error), print_exception=False) from error
+            except Exception as error:  # whatever a request holds, the page goes on
+                tell_once(error)
+                text = "The question cannot be answered. The log of the viewer says more."
+                raise gr.Error(text, print_exception=False) from error
+
+    return Blocks
 
 
 class _Page:
@@ -266,21 +314,12 @@ class _Page:
     def _on(
         self, events: Sequence[Any], fn: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> None:
-        """Call a function on events, one call of the page at a time, with its errors as messages."""
+        """Call a function on events, one call of the page at a time."""
         for event in events:
             event(
-                self._told(fn), inputs=list(inputs), outputs=list(outputs), api_visibility="private",
+                fn, inputs=list(inputs), outputs=list(outputs), api_visibility="private",
                 concurrency_limit=1, concurrency_id="session",
             )  # fmt: skip
-
-    def _told(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*values: Any) -> Any:
-            try:
-                return fn(*values)
-            except EXPECTED_ERRORS as error:
-                raise self.gr.Error(message_of(error), print_exception=False) from error
-
-        return told
 
     def _api(self, session: IndexSession) -> None:
         """Offer the same question to programs, as `/attribute`."""
@@ -297,11 +336,8 @@ class _Page:
             """Find the training rows that helped and harmed a target."""
             values = {f"text.{name}": text for name, text in texts.items()}
             options = {"label": label, "ridge": ridge, "rerank": rerank, "predicted": predicted}
-            try:
-                found = self.handlers.ask({**values, **options})
-                return self.handlers.answer_rows(found, Listing.of(count, search, None))
-            except EXPECTED_ERRORS as error:
-                raise self.gr.Error(message_of(error), print_exception=False) from error
+            found = self.handlers.ask({**values, **options})
+            return self.handlers.answer_rows(found, Listing.of(count, search, None))
 
         if session.form.upload is None:
             self.gr.api(attribute, api_name="attribute", concurrency_limit=1, concurrency_id="session")

@@ -236,10 +236,8 @@ class Handlers:
             order: by number, or by self-influence, the highest first.
             page: number of the page, from 1.
         """
-        numbers, values = self._listed(listing, order)
-        first = ROWS_PER_PAGE * max(0, int(page or 1) - 1)
-        shown = numbers[first : first + ROWS_PER_PAGE]
-        return frame(rows_page(self.session, shown.tolist(), values, first, len(numbers)), "Training rows")
+        shown, values, first, total = self._listed(listing, order, page)
+        return frame(rows_page(self.session, shown, values, first, total), "Training rows")
 
     def groups(self, answer: Answer | None, column: str | None) -> str:
         """Show the summed scores of groups of training rows.
@@ -264,22 +262,22 @@ class Handlers:
 
     def export_rows(self, listing: Listing, order: str, page: Any, form: str) -> str:
         """Write the training rows of a page, and return the path of the file."""
-        numbers, values = self._listed(listing, order)
-        first = ROWS_PER_PAGE * max(0, int(page or 1) - 1)
-        return self._written(listed_rows(self.session, numbers[first : first + ROWS_PER_PAGE].tolist(), values), form)
+        shown, values, _, _ = self._listed(listing, order, page)
+        return self._written(listed_rows(self.session, shown, values), form)
 
-    def _listed(self, listing: Listing, order: str) -> tuple[np.ndarray, np.ndarray | None]:
-        matching = self.session.matching(listing.filter)
-        numbers = self.session.rows.numbers() if matching is None else matching
-        if order != BY_INFLUENCE:
-            return numbers, None
-        values = self.session.self_influence()
-        if values is None:
-            raise ValueError(
-                "The run has no self-influence. Expected it, to sort by. Attribute again without "
-                "`--no_self_influence`, or sort by row number."
-            )
-        return numbers[np.argsort(-values[numbers], kind="stable")], values
+    def _listed(self, listing: Listing, order: str, page: Any) -> tuple[list[int], np.ndarray | None, int, int]:
+        """Return the rows of a page, the self-influence of all, the place of the first, and how many match."""
+        numbers, values = self.session.rows.matching(listing.filter), None
+        if order == BY_INFLUENCE:
+            values = self.session.self_influence()
+            if values is None:
+                raise ValueError(
+                    "The run has no self-influence. Expected it, to sort by. Attribute again without "
+                    "`--no_self_influence`, or sort by row number."
+                )
+            numbers = numbers[np.argsort(-values[numbers], kind="stable")]
+        first = ROWS_PER_PAGE * max(0, int(page or 1) - 1)
+        return numbers[first : first + ROWS_PER_PAGE].tolist(), values, first, len(numbers)
 
     def _written(self, rows: Sequence[Mapping[str, Any]], form: str) -> str:
         return str(write_rows(rows, Path(tempfile.mkdtemp(dir=self._directory)), form))

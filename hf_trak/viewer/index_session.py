@@ -2,11 +2,10 @@
 
 import logging
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from hf_trak.attributor import TrakAttributor
 from hf_trak.errors import HfTrakError
 from hf_trak.featurize.exact import ExactScores
-from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
@@ -31,70 +29,12 @@ from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
 from hf_trak.viewer.session import Answer, Session, TokenScores, label_rows
-from hf_trak.viewer.target_form import TargetForm
+from hf_trak.viewer.target_form import TYPED_COLUMNS, TargetForm, check_numbers
 from hf_trak.viewer.train_rows import TrainRows
 
 MOST_KEPT = 4
 
 """Number of factorizations that are kept, each of k² numbers of 8 bytes with the primal solver."""
-
-
-Solve = Callable[[Tensor], Tensor]
-
-
-class KeptSolvers:
-    """Applies (XᵀX + λI)⁻¹ to targets, under any checkpoint and λ, and keeps the factors of the last few."""
-
-    def __init__(self, model: FeaturizedModel, most: int = MOST_KEPT) -> None:
-        """
-        Args:
-            model: the model and its store.
-            most: number of factorizations to keep.
-        """
-        self._model = model
-        self._most = most
-        self._kept: OrderedDict[tuple[int, float | None], Solve] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def solve(self, model_id: int, lambda_relative: float | None, targets: Tensor) -> Tensor:
-        """Compute t (XᵀX + λI)⁻¹ of targets.
-
-        Args:
-            model_id: the checkpoint.
-            lambda_relative: λ as a multiple of trace(XᵀX) / min(n, k); `None` takes the λ of the configuration.
-            targets: t, `(m, k)`.
-
-        Returns:
-            `(m, k)`, float64.
-
-        Raises:
-            SingularGramError: λ is too small for these features.
-            ValueError: λ is negative or not finite.
-        """
-        key = (model_id, lambda_relative)
-        if key not in self._kept:
-            while len(self._kept) >= self._most:
-                self._kept.popitem(last=False)
-            self._kept[key] = self._made(*key)
-        self._kept.move_to_end(key)
-        return self._kept[key](targets)
-
-    def _made(self, model_id: int, lambda_relative: float | None) -> Solve:
-        scorer = self._scorer(lambda_relative)
-        if scorer.solvers.choice(model_id).kind != "primal":
-            return partial(scorer.solvers.solve, scorer.solvers.make(model_id))
-        gram = scorer.gram(model_id)
-        assert gram is not None  # a viewer is one process, which is the main one
-        return scorer.system(model_id, gram).solve
-
-    def _scorer(self, lambda_relative: float | None) -> Scorer:
-        model, args = self._model, self._model.args
-        if lambda_relative is None:
-            return model.scorer
-        given = (model.store, model.processes, model.device)
-        return Scorer(*given, lambda_relative, args.solver_kind, args.solver_rank)
 
 
 logger = logging.getLogger(__name__)
@@ -169,16 +109,16 @@ class IndexSession(Session):
         self.attributor = attributor
         self.features = features = attributor.features
         features.prepare_store()
-        self.form = form or TargetForm()
         self.title = title
         self.roots = list(roots)
         self.model_ids = features.scorer.ensemble(None)
         self.tokenizer = features.processing_class
         source = row_source(features) if shown_rows is None else shown_rows
+        self.form = form or TargetForm(columns=tuple(getattr(source, "column_names", TYPED_COLUMNS)))
         self.rows = TrainRows(source, features.store.train_size)
         self.reranks = row_source(features) is not None and self._has_curvature()
         self._prepare = prepare
-        self._solvers = KeptSolvers(features)
+        self._solver = lru_cache(MOST_KEPT)(self._factors)
         self._compared: set[int] = set()
         self._influence: np.ndarray | None = None
 
@@ -202,7 +142,7 @@ class IndexSession(Session):
             HfTrakError: questions cannot be answered, since weights, files or λ do not allow it.
         """
         for model_id in self.model_ids:
-            self._solvers.solve(model_id, None, torch.zeros(1, self.features.proj_dim))
+            self._solver(model_id, None)(torch.zeros(1, self.features.proj_dim))
         if self.form.as_json:
             return
         try:
@@ -225,6 +165,8 @@ class IndexSession(Session):
     def _answer(self, given: Dataset, question: Question) -> Answer:
         model, ids = self.attributor, self._checked_ids(question.model_ids)
         rows = without_transform(self._prepare(given))
+        if self.form.as_json:
+            check_numbers(rows.with_format(None)[0], model.model)
         generates = self.form.generates and question.predicted
         if generates or (self.form.predicts and question.label is None):
             rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
@@ -270,7 +212,18 @@ class IndexSession(Session):
 
     def _preconditioned(self, rows: Dataset, ids: Sequence[int], lam: float | None) -> list[Tensor]:
         """Compute t (XᵀX + λI)⁻¹, `(m, k)` float64, for every checkpoint."""
-        return [self._solvers.solve(model_id, lam, self._features(rows, model_id)) for model_id in ids]
+        return [self._solver(model_id, lam)(self._features(rows, model_id)) for model_id in ids]
+
+    def _factors(self, model_id: int, lam: float | None) -> Callable[[Tensor], Tensor]:
+        """Factorize XᵀX + λI of a checkpoint, and return the function that applies its inverse to `(m, k)` targets."""
+        model, args = self.features, self.features.args
+        given = (model.store, model.processes, model.device)
+        scorer = model.scorer if lam is None else Scorer(*given, lam, args.solver_kind, args.solver_rank)
+        if scorer.solvers.choice(model_id).kind != "primal":
+            return partial(scorer.solvers.solve, scorer.solvers.make(model_id))
+        gram = scorer.gram(model_id)
+        assert gram is not None  # a viewer is one process, which is the main one
+        return scorer.system(model_id, gram).solve
 
     def _features(self, rows: Dataset, model_id: int) -> Tensor:
         """Compute features of targets, `(m, k)`, under one checkpoint. The first time, stored rows are compared."""
@@ -279,7 +232,7 @@ class IndexSession(Session):
         known = None if model_id in self._compared else StoredRows.find(train, model.train_dataset, "train")
         plan = ShardPlan(len(rows), store.config["shard_size"])
         identity = {**store.identity(model_id), "kind": "targets", "dataset_fingerprint": fingerprint_dataset(rows)}
-        with tempfile.TemporaryDirectory(prefix="hf_trak-viewer-") as directory:
+        with tempfile.TemporaryDirectory(prefix="hf_trak-target-", dir=self.scratch) as directory:
             place = Path(directory)
             shards = store.shard_set(place, "targets", plan, identity, store.rotation(model_id))
             with model.weights(model_id, model.source_of(model_id, {})):

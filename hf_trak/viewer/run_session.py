@@ -31,7 +31,7 @@ class RunSession(Session):
         self.roots = list(roots)
         self.rows = TrainRows(run.train, run.n_train, run.train_rows)
         self._scored = stored(run.scored)
-        self._columns = Columns.find(self._scored)
+        self._columns = Columns.find(self._scored, text_columns=run.text_columns(self._scored))
 
     def __len__(self) -> int:
         """Return the number of targets."""

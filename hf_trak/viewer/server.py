@@ -1,9 +1,12 @@
-"""Serving the page: on this machine alone unless another host is named, and with a policy that keeps it to itself."""
+"""Serving the page, on this machine alone unless another host is named."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from hf_trak.viewer.app import CSS, import_gradio, make_app
+from hf_trak.runtime.progress import log_on_interrupt
+from hf_trak.viewer.app import CSS, FILES, import_gradio, make_app, private_directory, remove_private_directory
+from hf_trak.viewer.gate import Gate, is_loopback
 from hf_trak.viewer.session import Session
 from hf_trak.viewer.target_form import MOST_BYTES
 
@@ -13,46 +16,20 @@ if TYPE_CHECKING:
 AUTH = "HF_TRAK_VIEWER_AUTH"
 """Environment variable with `user:password`, which visitors then have to give."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
-    "worker-src 'self' blob:; frame-src 'self'; object-src 'none'; base-uri 'self'; form-action 'self'"
-)
-_HEADERS = (
-    (b"content-security-policy", _POLICY.encode()),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-content-type-options", b"nosniff"),
-)
 _MOST_SESSIONS = 32
 
 
-class SecurityHeaders:
-    """Adds headers to every answer of an ASGI application."""
-
-    def __init__(self, app: Any) -> None:
-        """
-        Args:
-            app: the application.
-        """
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle one request."""
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                names = {name for name, _ in _HEADERS}
-                kept = [(name, value) for name, value in message["headers"] if name.lower() not in names]
-                message = {**message, "headers": [*kept, *_HEADERS]}
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
-
-
-def serve(session: Session, host: str = "127.0.0.1", port: int | None = 7860, block: bool = True) -> "gradio.Blocks":
+def serve(
+    session: Session,
+    host: str = "127.0.0.1",
+    port: int | None = 7860,
+    block: bool = True,
+    started: Callable[[str], None] | None = None,
+) -> "gradio.Blocks":
     """Serve the page of a session until the process is interrupted.
+
+    Uploads and exports are in a directory that others cannot read. It is removed when the process ends, and also after
+    SIGTERM where this call blocks.
 
     Args:
         session (`Session`):
@@ -64,23 +41,42 @@ def serve(session: Session, host: str = "127.0.0.1", port: int | None = 7860, bl
             Port to listen at. `None` takes a free one.
         block (`bool`, *optional*, defaults to `True`):
             Return only when the server has ended.
+        started (`Callable`, *optional*):
+            Called with the address of the page when it can be visited, where this call blocks.
 
     Returns:
         `gradio.Blocks`: the page; its `local_url` is the address.
 
     Raises:
-        ImportError: Gradio is not installed (extra `viewer`).
+        ImportError: Gradio is not installed.
         OSError: the port is taken.
         ValueError: `HF_TRAK_VIEWER_AUTH` has no user or no password.
     """
+    if not block:
+        return _launched(session, host, port)
+    with log_on_interrupt(lambda: "The page is closed."):
+        try:
+            app = _launched(session, host, port)
+            if started is not None:
+                started(app.local_url)
+            app.block_thread()
+            app.close(verbose=False)
+        finally:
+            remove_private_directory()
+    return app
+
+
+def _launched(session: Session, host: str, port: int | None) -> "gradio.Blocks":
     gr = import_gradio()
     from starlette.middleware import Middleware  # comes with Gradio
 
+    auth = _auth()
     app = make_app(session)
+    gate = Middleware(Gate, alone=is_loopback(host), files=private_directory() / FILES)
     app.launch(
         server_name=host,
         server_port=port,
-        auth=_auth(),
+        auth=auth,
         share=False,
         show_error=False,
         quiet=True,
@@ -92,14 +88,12 @@ def serve(session: Session, host: str = "127.0.0.1", port: int | None = 7860, bl
         enable_monitoring=False,
         footer_links=[],
         state_session_capacity=_MOST_SESSIONS,
-        app_kwargs={"middleware": [Middleware(SecurityHeaders)]},
+        app_kwargs={"middleware": [gate]},
         # Names of fonts alone: none is downloaded.
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css=CSS,
         prevent_thread_lock=True,
     )
-    if block:
-        app.block_thread()
     return app
 
 

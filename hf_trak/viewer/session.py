@@ -208,12 +208,14 @@ class Session(ABC):
         rows (`TrainRows`): the training rows.
         roots (`list[Path]`): directories below which image files of rows may be read.
         tokenizer: decodes tokens; `None` if there is none.
+        scratch (`Path`, *optional*): where files of a question are written; by default among temporary files.
     """
 
     title: str
     rows: TrainRows
     roots: list[Path]
     tokenizer: Any = None
+    scratch: Path | None = None
 
     @abstractmethod
     def facts(self) -> list[tuple[str, str]]:

@@ -1,10 +1,11 @@
 """The form of a target: what a user types or uploads, and the row that becomes of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
 from hf_trak.report.content import EncodedImage
@@ -15,6 +16,12 @@ MOST_BYTES = 10 << 20
 
 MOST_CHARACTERS = 100_000
 """Longest typed text."""
+
+TYPED_COLUMNS = (
+    "text", "label", "messages", "prompt", "completion", "chosen", "rejected", "input_ids", "attention_mask",
+    "token_type_ids", "labels",
+)  # fmt: skip
+"""Columns that a row typed as JSON may have where those of the training rows are not known."""
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 
@@ -43,6 +50,8 @@ class TargetForm:
             Names of the classes, by their numbers.
         generates (`bool`):
             Whether the model can continue the text, so that its answer is attributed.
+        columns (`tuple[str, ...]`):
+            Columns that a row typed as JSON may have: those of the training rows.
     """
 
     texts: tuple[str, ...] = ()
@@ -51,6 +60,7 @@ class TargetForm:
     label: str | None = None
     label_names: tuple[str, ...] = ()
     generates: bool = False
+    columns: tuple[str, ...] = TYPED_COLUMNS
 
     @classmethod
     def find(
@@ -69,6 +79,7 @@ class TargetForm:
                 `text_columns`, `image_column` and `label_column`, where they are not to be found by their types.
         """
         known = features or _usual(task)
+        typed = cls(columns=tuple(features or TYPED_COLUMNS))
         label = columns.get("label_column") or next((name for name in _LABELS if name in known), None)
         texts = tuple(columns.get("text_columns") or _texts(known, label))
         names = _class_names(known.get(label or ""), class_names)
@@ -76,9 +87,9 @@ class TargetForm:
             found = next((name for name in known if isinstance(known[name], Image)), "")
             column = columns.get("image_column") or found
             usable = column and label is not None and names and "pixel_values" not in known
-            return cls((), "image", column, label, names) if usable else cls()
+            return cls((), "image", column, label, names) if usable else typed
         if task not in _TEXT_TASKS or not texts or ("messages" in known and task == "causal_lm"):
-            return cls()
+            return typed
         if task in ("causal_lm", "masked_lm"):
             pair = ("prompt", "completion")
             kept = pair if task == "causal_lm" and set(pair) <= set(known) else texts[:1]
@@ -118,6 +129,9 @@ class TargetForm:
         Raises:
             ValueError: nothing is typed or uploaded, something is too long, or it cannot be read.
         """
+        fields = ("json",) if self.as_json else self.texts
+        if unknown := [name for name in texts if name not in fields][:5]:
+            raise ValueError(f"The target has the fields {unknown!r:.200}. Expected some of {list(fields)}.")
         for name, text in texts.items():
             if len(text) > MOST_CHARACTERS:
                 raise ValueError(
@@ -125,7 +139,7 @@ class TargetForm:
                     "Shorten it."
                 )
         if self.as_json:
-            return _json_row(texts.get("json", ""))
+            return _json_row(texts.get("json", ""), self.columns)
         if empty := [name for name in self.texts if not texts.get(name, "").strip()]:
             raise ValueError(f"Nothing is typed in {empty}. Expected a text to ask about. Type one.")
         values: dict[str, Any] = {name: texts[name] for name in self.texts}
@@ -189,7 +203,7 @@ def _number(label: str | None) -> float:
         raise ValueError(f"The label is {label!r:.80}. Expected a number. Type one.") from error
 
 
-def _json_row(text: str) -> Dataset:
+def _json_row(text: str, columns: Sequence[str]) -> Dataset:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -202,6 +216,11 @@ def _json_row(text: str) -> Dataset:
             f"The row is a JSON {type(row).__name__}. Expected an object with the columns of the training rows. "
             "Correct it."
         )
+    if unknown := [name for name in row if name not in columns]:
+        raise ValueError(
+            f"The row has {len(unknown):,} columns that the training rows lack, such as {unknown[0]!r:.80}. Expected "
+            f"some of {list(columns)!r:.400}. Correct it."
+        )
     try:
         return Dataset.from_list([row])
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -209,6 +228,37 @@ def _json_row(text: str) -> Dataset:
             f"The values of the row do not form columns: {str(error)[:200]}. Expected values like those of the "
             "training rows. Correct it."
         ) from error
+
+
+def check_numbers(row: Mapping[str, Any], model: Any) -> None:
+    """Refuse numbers that no tokenizer gives, and that a model would look up outside of its tables.
+
+    Args:
+        row: a prepared row.
+        model: the model.
+
+    Raises:
+        ValueError: tokens, labels, positions, types or masks are out of range.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(config, "vocab_size", None)
+    limits = {
+        "input_ids": words, "labels": words or getattr(config, "num_labels", None), "mask": 2,
+        "position_ids": getattr(config, "max_position_embeddings", None),
+        "token_type_ids": getattr(config, "type_vocab_size", None),
+    }  # fmt: skip
+    for name, value in row.items():
+        kind = next((kind for kind in limits if name.endswith(kind)), None)
+        numbers = np.asarray(value) if kind is not None else np.empty(0)
+        if kind is None or numbers.dtype.kind not in "biu":
+            continue
+        wrong = (numbers < 0) & ~((numbers == -100) & (kind == "labels")) | (numbers >= (limits[kind] or np.inf))
+        if wrong.any():
+            raise ValueError(
+                f"The row has {int(numbers[wrong][0])} in {name!r}. Expected numbers from 0 to "
+                f"{(limits[kind] or 0) - 1}. Correct it."
+            )
 
 
 def _image(data: bytes | None) -> Any:

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.runtime.zero import is_partitioned, is_zero, whole_shape
 from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
 from hf_trak.weights.sharded import (
+    check_fit,
     dcp_directory,
     load_dcp,
     load_whole,
     local_copy,
     read_dcp,
     restore_into,
+    shapes_of,
     state_of,
     whole,
 )
@@ -138,10 +141,19 @@ def fingerprint_state_dict(state_dict: Mapping[str, Any]) -> str:
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}\0{value.dtype}\0{tuple(whole_shape(value))}\0".encode())
-        flat = whole(value).detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().data)
+        for part in _plain_parts(whole(value).detach()):
+            flat = part.to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _plain_parts(value: Tensor) -> list[Tensor]:
+    """List the tensors that a tensor consists of: several for weights that torchao has quantized."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    return (
+        [value] if flatten is None else [part for name in flatten()[0] for part in _plain_parts(getattr(value, name))]
+    )
 
 
 def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -174,9 +186,17 @@ def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return _read_directory(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory."
+            f"The checkpoint {str(path)!r} does not exist. Expected a file or a checkpoint directory. {_beside(path)}"
         )
     return _read_file(path)
+
+
+def _beside(path: Path) -> str:
+    """Say which checkpoints are where one is missing."""
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    found = sorted(one.name for one in there if one.is_dir() or one.suffix in FILE_SUFFIXES)
+    nearest = get_close_matches(path.name, found, n=3) or found[:10]
+    return f"Beside it are {nearest}." if nearest else f"There is no checkpoint in {str(path.parent)!r} either."
 
 
 def _read_directory(path: Path) -> dict[str, Tensor]:
@@ -285,7 +305,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """
     state_dict = read_state_dict(checkpoint)
     if is_adapter(model, state_dict):
-        _check_fit(adapter_state_dict(model), state_dict, tied=set())
+        check_fit(shapes_of(adapter_state_dict(model)), shapes_of(state_dict), tied=set())
         load_adapter(model, state_dict)
         return
     remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
@@ -295,7 +315,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     kind = class_if_imported("transformers.modeling_utils", "PreTrainedModel")
     if kind is not None and isinstance(model, kind) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
-    _check_fit(expected, state_dict, tied=_tied_names(model, expected, set(state_dict)))
+    check_fit(shapes_of(expected), shapes_of(state_dict), tied=_tied_names(expected, set(state_dict)))
     if is_sharded(model):
         load_whole(model, state_dict)
     else:
@@ -316,7 +336,7 @@ def _converted(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict if any(report.values()) else renamed.state_dict()
 
 
-def _tied_names(model: torch.nn.Module, expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
+def _tied_names(expected: Mapping[str, Tensor], given: set[str]) -> set[str]:
     """List the names that a checkpoint lacks and whose tensors share memory with one that it has."""
     present = {_memory(expected[name]) for name in given & set(expected)}
     return {name for name, value in expected.items() if _memory(value) in present} - given
@@ -328,42 +348,6 @@ def _memory(tensor: Any) -> tuple[int, torch.Size]:
         return tensor.ds_id, whole_shape(tensor)
     local = tensor.to_local() if is_sharded_tensor(tensor) else tensor
     return local.data_ptr(), tensor.shape
-
-
-def _check_fit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tied: set[str]) -> None:
-    missing = sorted(set(expected) - set(given) - tied)
-    unexpected = sorted(set(given) - set(expected))
-    shapes = [
-        f"{name}: {tuple(given[name].shape)} instead of {tuple(whole_shape(expected[name]))}"
-        for name in sorted(set(given) & set(expected))
-        if given[name].shape != whole_shape(expected[name])
-    ]
-    if missing or unexpected or shapes:
-        raise ValueError(
-            f"The checkpoint does not fit the model: {len(missing)} names missing (first: {missing[:3]}), "
-            f"{len(unexpected)} unexpected (first: {unexpected[:3]}), {len(shapes)} of another shape (first: "
-            f"{shapes[:3]}). Expected weights of this architecture. Pass the model that they belong to."
-        )
-
-
-def touched_tensors(
-    model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype | None = None
-) -> list[tuple[str, Tensor]]:
-    """List the parameters and buffers that [`loaded`] changes, with their names.
-
-    These are all of them, or those of the adapter if the checkpoint is an adapter of PEFT and nothing is cast, or none
-    without a checkpoint and a cast.
-    """
-    if dtype is None:
-        if checkpoint is None or checkpoint is model:
-            return []
-        if is_adapter(model, read_state_dict(checkpoint)):
-            return adapter_tensors(model)
-    return _all_tensors(model)
-
-
-def _all_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 @contextmanager
@@ -397,8 +381,12 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
                 "that it is to be computed in. Load it so, or give `fully_shard` a `MixedPrecisionPolicy`."
             )
         check_not_quantized(model, f"`model_dtype` is {name!r}", "Leave `model_dtype` out.")
-    touched = touched_tensors(model, foreign, dtype) if straight is None else _all_tensors(model)
-    tensors = [value for _, value in touched]
+    tensors = [*model.parameters(), *model.buffers()]
+    if dtype is None and straight is None:
+        if foreign is None:
+            tensors = []
+        elif is_adapter(model, foreign):
+            tensors = [value for _, value in adapter_tensors(model)]
     saved = [local_copy(value) for value in tensors]
     try:
         if straight is not None:

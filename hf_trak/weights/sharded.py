@@ -66,6 +66,40 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return dict(model.state_dict(keep_vars=is_zero(model)))
 
 
+def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of tensors by name."""
+    return {name: tuple(whole_shape(value)) for name, value in state_dict.items()}
+
+
+def check_fit(
+    expected: Mapping[str, Any], given: Mapping[str, Any], tied: set[str], what: str = "The checkpoint"
+) -> None:
+    """Compare the shapes of a checkpoint with those of a model, by name.
+
+    Args:
+        expected: those of the model.
+        given: those of the checkpoint.
+        tied: names that the checkpoint may lack.
+        what: names the checkpoint.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    missing = sorted(set(expected) - set(given) - tied)
+    unexpected = sorted(set(given) - set(expected))
+    shapes = [
+        f"{name}: {given[name]} instead of {expected[name]}"
+        for name in sorted(set(given) & set(expected))
+        if given[name] != expected[name]
+    ]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"{what} does not fit the model: {len(missing)} names missing (first: {missing[:3]}), "
+            f"{len(unexpected)} unexpected (first: {unexpected[:3]}), {len(shapes)} of another shape (first: "
+            f"{shapes[:3]}). Expected weights of this architecture. Pass the model that they belong to."
+        )
+
+
 def check_plan(model: nn.Module, processes: Processes) -> None:
     """Compare how processes have divided a model.
 
@@ -233,14 +267,7 @@ def load_dcp(model: nn.Module, directory: Path) -> None:
     expected = dict(model.state_dict())
     shared = {id(value): name for name, value in model.state_dict(keep_vars=True).items() if name in sizes}
     tied = {name for name, value in model.state_dict(keep_vars=True).items() if id(value) in shared}
-    wrong = sorted((set(expected) - set(sizes) - tied) | (set(sizes) - set(expected)))
-    wrong += [name for name in sizes if name in expected and tuple(expected[name].shape) != sizes[name]]
-    if wrong:
-        raise ValueError(
-            f"The checkpoint {str(directory)!r} does not fit the model: {len(wrong)} names are missing, unexpected or "
-            f"of another shape (first: {wrong[:3]}). Expected weights of this architecture. Pass the model that they "
-            "belong to."
-        )
+    check_fit(shapes_of(expected), sizes, tied, f"The checkpoint {str(directory)!r}")
     _load({prefix + name: value for name, value in expected.items() if name in sizes}, directory)
 
 

@@ -157,7 +157,7 @@ def _figure_class() -> type["Figure"]:
     except ImportError as error:
         raise ImportError(
             "`image_grid` draws with matplotlib, which is not installed. Install it with "
-            "`pip install 'hf_trak[report]'`."
+            "`pip install matplotlib pillow`."
         ) from error
     return Figure
 

@@ -40,7 +40,7 @@ def config_of(size: str, tokens: int) -> LlamaConfig:
 
 
 def sharded_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device, replicas: int) -> nn.Module:
-    """Make a model with random weights, of which each process of the group holds its shard alone (FSDP2).
+    """Make a model with random weights, whose FSDP2 shard alone each process of the group holds.
 
     Args:
         config: the configuration.

@@ -346,10 +346,10 @@ def test_push_pull_and_attribute_without_the_training_rows(
     hub.put("model", "me/model", weights)
     pushed = answer(
         "push", str(featurized), "--repo_id", "me/index", "--model_name", "me/model",
-        "--scores", expected["run"], "--private",
+        "--scores", expected["run"],
     )  # fmt: skip
     assert {"README.md", "trak_config.json"} <= set(hub.dataset("me/index"))
-    assert pushed["repo_id"] == "me/index" and pushed["commit"]
+    assert pushed["repo_id"] == "me/index" and pushed["commit"] and hub.repos["dataset", "me/index"].private
     pulled = answer("pull", "me/index", "--output_dir", str(tmp_path / "copy"))
     assert pulled["checkpoints"] == [0]
     assert answer("inspect", str(tmp_path / "copy"))["complete"]

@@ -133,7 +133,7 @@ def test_a_bank_on_the_hub(
     monkeypatch.setattr("hf_trak.hub.banks.RESAMPLES", 20)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     push_bank(Bank(home / "bank"), "me/bank", private=True)
-    push_bank(Bank(home / "bank"), "me/bank", parts=["most"], revision="small")
+    push_bank(Bank(home / "bank"), "me/bank", parts=["most"], revision="small", private=False)
     local = ask("--bank", "bank", "--scores", "a=exact.npy", "b=noise.npy", "--json")
     found = ask("--bank", "me/bank", "--scores", "a=exact.npy", "b=noise.npy", "--json")
     assert found == {**local, "bank": "me/bank"} and hub.downloads("outputs")
@@ -243,7 +243,7 @@ def test_an_unfinished_part_is_left_out_unless_it_is_named(home: Path, ask: Ask,
     given = ["--bank", str(bank.directory), "--scores", "a=exact.npy"]
     assert {one["part"] for one in ask(*given, "--json")["results"]} == {"half", "most"}
     error = ask(*given, "--parts", "begun", status=1)
-    assert "The part 'begun' of the bank" in error and "has 2 of 4 trainings. Expected all of them." in error
+    assert "The part 'begun' of the bank" in error and "has 2 of 4 trainings. Expected all of them" in error
     error = ask(*given, "--parts", "none", status=1)
     assert "has no part 'none' (it has: begun, half, half-again, most)" in error
     assert "it contains a path separator" in ask(*given, "--parts", "a/../half", status=1)

@@ -79,13 +79,13 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
     """Texts are fetched by their numbers, and tokenized as the targets are. Others may be named, or be at hand."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     rows = Dataset.from_json("reviews.jsonl")
-    rows.push_to_hub("tester/reviews", token=TOKEN)
+    rows.push_to_hub("tester/reviews", token=TOKEN, private=False)
     model = ("--model", "model", *QUICK)
     answer("featurize", *model, "--train_dataset", "tester/reviews", *SETTINGS)
     answer("curvature", *SETTINGS)
     options = ("--top_k", "3", "--method", "rerank", "--rerank_rows", "5")
     own = load_from_disk(answer("attribute", *WANTED, *options, *SETTINGS, "--name", "own")["run"] + "/run/scored")
-    answer("push", "trak", "--repo_id", "tester/index")
+    answer("push", "trak", "--repo_id", "tester/index", "--no_private")
     index = ("attribute", "--index", "tester/index", *model[:2], *QUICK[2:], *WANTED, *options, "--output_dir")
     named = ("--train_dataset", "tester/reviews")
     at_hand = ("--train_dataset", "reviews.jsonl")
@@ -95,7 +95,7 @@ def test_an_index_from_the_hub_is_reranked_with_single_rows(
         for name in TOP_K_COLUMNS:
             assert np.allclose(found[name][:], own[name][:], rtol=1e-4), name
     changed = rows.map(lambda row, i: {"text": row["text"] + " indeed"} if i % 2 else row, with_indices=True)
-    changed.push_to_hub("tester/changed", token=TOKEN)
+    changed.push_to_hub("tester/changed", token=TOKEN, private=False)
     assert main([*index, "changed", "--train_dataset", "tester/changed", "--name", "other"]) != 0
 
 

@@ -15,7 +15,9 @@ from hf_trak import TrakAttributor
 from hf_trak.curvature import arrivals, fit
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock
 from hf_trak.curvature.curvature import Curvature
+from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import per_sample_gradients
+from hf_trak.gradient_computers.auto import ENGINES
 
 N = 12
 
@@ -150,11 +152,16 @@ def test_eigenvalues_are_those_of_whole_gradients(tmp_path: Path, name: str, kin
 
 
 @pytest.mark.parametrize("engine", ["functional", "iterative"])
-def test_other_engines_give_dense_matrices(tmp_path: Path, engine: str) -> None:
+def test_other_engines_give_dense_matrices(tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise GradientEngineError("not this model")
+
+    for other in ENGINES.keys() - {engine, "iterative"}:
+        monkeypatch.setattr(ENGINES[other], "stream", refuse)
     make, inputs = CASES["square Conv1D"]
     torch.manual_seed(0)
     model = make().eval()
-    curvature = fitted(tmp_path, model, inputs, engine=engine)
+    curvature = fitted(tmp_path, model, inputs)
     check(curvature, gradients(model, inputs))
     assert [(block.source, block.bias_part) for block in curvature.blocks.kronecker] == [(None, "left")] * 2
 

@@ -234,6 +234,17 @@ def test_engines(tmp_path: Path, curvature: str) -> None:
     assert change(found["iterative"], found["hooked"]) < TOLERANCE
 
 
+@pytest.mark.parametrize("engine", ["functional", pytest.param("iterative", marks=pytest.mark.slow)])
+def test_bases_do_not_depend_on_the_engine(tmp_path: Path, engine: str) -> None:
+    """Though only one engine gives factors, and with biases: the identity of a curvature names no engine."""
+    model, found = store_jobs.models(1)[0], {}
+    for one in ("auto", engine):
+        args = TrakConfig(output_dir=str(tmp_path / one), use_cpu=True, proj_dim=16, engine=one)
+        attributor = TrakAttributor(model, args, train_dataset=store_jobs.rows(23, 1), task="image_classification")
+        found[one] = scores_of(attributor, store_jobs.rows(3, 2))
+    assert change(found[engine], found["auto"]) < TOLERANCE
+
+
 # -- processes and kills ---------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from trak_options import trak_config
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
+from hf_trak.featurize import fidelity
 
 __all__ = ["client", "hub"]  # fixtures
 
@@ -107,8 +108,8 @@ def test_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     made = attributor_in(tmp_path / "made").featurize()
     expected = scores(made)
     with pytest.raises(ValueError, match=r"no curvature of the checkpoints \[0\]"):
-        made.push_to_hub("tester/whitened", token=TOKEN, curvature=False)
-    made.push_to_hub("tester/whitened", token=TOKEN, fidelity=made.fidelity(rows=8, targets=4))
+        made.push_to_hub("tester/whitened", token=TOKEN, curvature=False, private=False)
+    made.push_to_hub("tester/whitened", token=TOKEN, fidelity=made.fidelity(rows=8, targets=4), private=False)
     card = hub.dataset("tester/whitened")["README.md"].decode()
     assert "with exact ekfac scores" in card and "8 training rows × 4 targets" in card
     loaded = TrakAttributor.from_pretrained("tester/whitened", made.model, token=TOKEN, use_cpu=True)
@@ -151,3 +152,21 @@ def test_fidelity(tmp_path: Path) -> None:
     """Features are compared with whitened gradients."""
     found = attributor_in(tmp_path, proj_type="none", feature_dtype="float32").featurize().fidelity()
     assert found.projection.mean_spearman > 0.999
+
+
+def test_a_killed_check_is_made_by_the_next_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    """It warns, and removes what the killed one left."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fidelity._Sample, "_index_scores", killed)
+        patch.setattr(fidelity.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            attributor_in(tmp_path, proj_dim=1).featurize()
+    assert list(tmp_path.glob("fidelity-*"))
+    with caplog.at_level(logging.WARNING, logger="hf_trak"):
+        attributor_in(tmp_path, proj_dim=1).featurize()
+    assert "1 numbers per row do not hold them" in caplog.text
+    assert not list(tmp_path.glob("fidelity-*"))

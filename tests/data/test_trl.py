@@ -131,6 +131,24 @@ def test_supervised_finetuning(packed: str, tmp_path: Path) -> None:
     assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
 
 
+@pytest.mark.parametrize("completion_only", [False, True])
+def test_labels_are_those_that_the_trainer_counts(completion_only: bool, tmp_path: Path) -> None:
+    """Masks of completions count only where the trainer's own preparation and collator take them for labels."""
+    given = Dataset.from_dict({**texts(4, "prompt"), **texts(4, "completion", 1)})
+    options = arguments(tmp_path, trl.SFTConfig, completion_only_loss=completion_only, max_length=None)
+    trainer = trl.SFTTrainer(llama(), options, train_dataset=given, processing_class=tokenizer())
+    config = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
+    attributor = TrakAttributor.from_trainer(trainer, config, task="loss").featurize()
+    assert type(attributor.task).__name__ == "LossModelOutput"
+    found = torch.cat([shard.grads for shard in attributor.features.store.train(0)])
+    names = ("input_ids", "labels", "seq_lengths")
+    for row in range(4):
+        kept = {name: value for name, value in trainer.train_dataset[row].items() if name in names}
+        loss = trainer.compute_loss(trainer.model, trainer.data_collator([kept]), num_items_in_batch=torch.tensor(1.0))
+        expected = torch.cat([-one.flatten() for one in torch.autograd.grad(loss, list(trainer.model.parameters()))])
+        assert float((found[row] - expected).norm() / expected.norm()) <= 1e-5
+
+
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}and {% endif %}"
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def job(directory: Path) -> dict[str, Any]:
     }
 
 
-def kill_at(name: str, count: int, directory: Path) -> dict[str, Any]:
+def kill_at(name: str, count: int, directory: Path, job: Callable[[Path], dict[str, Any]] = job) -> dict[str, Any]:
     """The job, killed right before the `count`-th file whose name starts with `name` becomes visible."""
     seen = 0
 

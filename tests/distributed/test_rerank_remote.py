@@ -80,7 +80,7 @@ def net(hub: Hub, client: Path, tmp_path: Path) -> DigitNet:
         )
         rows = load_dataset("tester/rows", split="train", token=TOKEN)
         made = TrakAttributor(net, config, train_dataset=rows, task="image_classification").featurize().fit_curvature()
-        made.push_to_hub("tester/index", token=TOKEN)
+        made.push_to_hub("tester/index", token=TOKEN, private=False)
         _made.append((dict(hub.dataset("tester/index")), net))
     hub.put("dataset", "tester/index", _made[0][0])
     return _made[0][1]
@@ -116,7 +116,7 @@ def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> N
     hub.log.clear()
     load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert not hub.downloads("parquet")
-    kept = sorted((client / "hf_trak" / "rows").rglob("*.parquet"))
+    kept = sorted((client / "hf_trak" / "rows").rglob("*.rows"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])  # damaged: downloaded again
     load(net, output_dir=str(client / "other")).attribute(targets(), top_k=TOP, method=Rerank(6))
     assert len(hub.downloads("parquet")) == 1
@@ -260,7 +260,7 @@ def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_
     """Rows of private data have no digests in the index."""
     config = trak_config(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
     made = TrakAttributor(net, config, train_dataset=train_rows(), task="image_classification").featurize()
-    made.push_to_hub("tester/own", token=TOKEN)
+    made.push_to_hub("tester/own", token=TOKEN, private=False)
     assert TRAIN_ROWS_FILE not in hub.dataset("tester/own")
     options = {**OPTIONS, "token": TOKEN}
     rows = RemoteRows("tester/rows", token=TOKEN)
@@ -356,7 +356,7 @@ def test_a_thousand_of_a_hundred_thousand_rows(hub: Hub, client: Path, tmp_path:
     made.fit_curvature()
     features = np.concatenate([values * (2 * columns["labels"] - 1)[:, None]] * 2 + [values[:, :2]], axis=1)
     made.features.store.train(0).write(0, torch.tensor(features), torch.ones(n))
-    made.push_to_hub("tester/large", token=TOKEN)
+    made.push_to_hub("tester/large", token=TOKEN, private=False)
     hub.log.clear()
 
     elsewhere = TrakAttributor.from_pretrained("tester/large", model, token=TOKEN, **OPTIONS)

@@ -86,7 +86,7 @@ def test_one_row_per_training(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, masks)
     mean = np.mean([result[2]["outputs"], result[7]["outputs"]], axis=0)
     np.testing.assert_allclose(outputs[2], mean, rtol=2 * gamma(1, torch.float64))  # one addition each
-    with pytest.raises(ValueError, match="from 1 to 2 trainings"):
+    with pytest.raises(ValueError, match="7 trainings of 5 subsets, in up to 2 repeats"):
         masks_and_outputs(result.select(range(7)))
 
 

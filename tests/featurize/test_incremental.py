@@ -331,7 +331,7 @@ def test_tasks_whose_features_depend_on_the_whole_dataset(original, monkeypatch)
 
 def test_publishing_a_revision_is_refused(original):
     with pytest.raises(HfTrakError, match="output directory of its own"):
-        original.exclude([3]).push_to_hub("someone/index")
+        original.exclude([3]).push_to_hub("someone/index", private=False)
 
 
 def test_ranges_are_readable():

@@ -192,7 +192,7 @@ def test_test_install_notices_wrong_scores(monkeypatch):
 
 def test_test_install_says_how_to_get_fast_jl(monkeypatch):
     monkeypatch.setitem(sys.modules, "fast_jl", None)
-    with pytest.raises(ModuleNotFoundError, match=r"hf_trak\[fast-jl\].*use_fast_jl=False"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install fast-jl.*use_fast_jl=False"):
         utils.test_install()
     monkeypatch.setitem(sys.modules, "fast_jl", types.ModuleType("fast_jl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

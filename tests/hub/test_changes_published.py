@@ -33,7 +33,7 @@ def _quiet() -> Iterator[None]:
 def published(setup: Setup, tmp_path: Path) -> np.ndarray:
     """The scores before publishing."""
     attributor = setup.attributor(tmp_path / "made").featurize()
-    attributor.push_to_hub("me/index", token=TOKEN)
+    attributor.push_to_hub("me/index", token=TOKEN, private=False)
     return np.stack(attributor.attribute(rows(50, M), top_k=None).with_format("numpy")["trak_scores"][:])
 
 

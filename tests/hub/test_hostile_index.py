@@ -85,7 +85,7 @@ def test_another_index_of_the_same_name_has_another_place(
 ) -> None:
     one = LocalFiles(copy).work_dir
     assert LocalFiles(clone(hub, tmp_path / "elsewhere" / "copy")).work_dir == one
-    published.attributor.push_to_hub("tester/index", token=TOKEN, lds=0.25)
+    published.attributor.push_to_hub("tester/index", token=TOKEN, lds=0.25, private=False)
     assert LocalFiles(clone(hub, tmp_path / "later" / "copy")).work_dir != one
 
 
@@ -137,11 +137,11 @@ def test_a_copy_is_published_with_the_settings_that_it_came_with(
     hub: Hub, copy: Path, published: Published, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(published.attributor.args, "lambda_relative", 0.125)
-    published.attributor.push_to_hub("tester/index", token=TOKEN, lds=0.25)
+    published.attributor.push_to_hub("tester/index", token=TOKEN, lds=0.25, private=False)
     clone(hub, copy)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (copy / "featurize.json").write_text('{"arguments": {}, "trak": {"lambda_relative": 7.0}}')
-    assert main(["push", str(copy), "--repo_id", "tester/fork"]) == 0
+    assert main(["push", str(copy), "--repo_id", "tester/fork", "--no_private"]) == 0
     manifest = json.loads(hub.dataset("tester/fork")["trak_index.json"])
     assert (manifest["settings"]["lambda_relative"], manifest["lds"]) == (0.125, 0.25)
     assert manifest["weights_dtype"] == "float32"
@@ -234,7 +234,7 @@ def test_paths_of_models_are_not_published_as_repos(
     store = make_store(tmp_path / "here" / "store", model_name=name, model_revision=None)
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / ("there" if elsewhere else "here"))
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     assert json.loads(hub.dataset("tester/index")["trak_config.json"])["model_name"] is None
     card = hub.dataset("tester/index")["README.md"].decode()
     assert f"huggingface.co/{name}" not in card and "not named" in card
@@ -247,15 +247,15 @@ def test_repos_of_models_are_published(hub: Hub, client: Path, tmp_path: Path) -
     def name_of(repo: str) -> Any:
         return json.loads(hub.dataset(repo)["trak_config.json"])["model_name"]
 
-    push_index(make_store(tmp_path / "a"), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "a"), "tester/index", token=TOKEN, private=False)
     assert name_of("tester/index") == "tester/model"
     cached = make_store(tmp_path / "b", model_name="my/model", model_revision=None)
     Path(constants.HF_HUB_CACHE, "models--my--model").mkdir(parents=True)
-    push_index(cached, "tester/cached", token=TOKEN)
+    push_index(cached, "tester/cached", token=TOKEN, private=False)
     assert name_of("tester/cached") == "my/model"
     shutil.rmtree(Path(constants.HF_HUB_CACHE, "models--my--model"))
     pull_index("tester/cached", tmp_path / "pulled")
-    push_index(FeatureStore.load(tmp_path / "pulled"), "tester/fork", token=TOKEN)
+    push_index(FeatureStore.load(tmp_path / "pulled"), "tester/fork", token=TOKEN, private=False)
     assert name_of("tester/fork") == "my/model"
 
 

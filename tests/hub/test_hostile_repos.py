@@ -129,7 +129,10 @@ def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     work = ["--use_cpu", "--output_dir"]
     training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
     assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
-    assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0
+    assert (
+        main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model", "--no_private"])
+        == 0
+    )
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}, tokenizer_class="Mine")
     edit(model / "config.json", model_type="vit")  # for which transformers has no tokenizer
     hub.put("model", "me/model", {path.name: path.read_bytes() for path in model.iterdir()})
@@ -153,7 +156,10 @@ def test_a_directory_is_not_taken_for_the_repo_of_an_index(
     work = ["--use_cpu", "--output_dir"]
     training = ["--model", str(model), "--train_dataset", str(tmp_path / "rows"), "--proj_dim", "8"]
     assert main(["featurize", *training, *work, str(tmp_path / "trak")]) == 0
-    assert main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model"]) == 0
+    assert (
+        main(["push", str(tmp_path / "trak"), "--repo_id", "me/index", "--model_name", "me/model", "--no_private"])
+        == 0
+    )
     hub.put("model", "me/model", {path.name: path.read_bytes() for path in model.iterdir()})
     (tmp_path / "me" / "model").mkdir(parents=True)
     command = ["attribute", "--index", "me/index", "--eval_dataset", str(tmp_path / "rows"), "--top_k", "2", *work]

@@ -243,7 +243,7 @@ def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path:
     model = tiny_bert(1)
     config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=train).featurize()
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     commit = hub.repos["dataset", "tester/rows"].refs["main"]
     assert f"tester/rows), revision {commit}, split train" in hub.dataset("tester/index")["README.md"].decode()
     hub.put("dataset", "tester/rows", {"data/train.csv": b"a,b\n1,2\n"})  # the index is pinned to the commit
@@ -276,7 +276,7 @@ def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_pat
     attributor = TrakAttributor(model, arguments, pairs(0, 16), task=CLIPModelOutput(simulated_batch_size=6))
     attributor.featurize()
     expected = attributor.attribute(pairs(100, 103), top_k=None)
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     found = load(model, task=CLIPModelOutput(simulated_batch_size=6)).attribute(pairs(100, 103), top_k=None)
     assert found["trak_scores"][:] == expected["trak_scores"][:]
     with pytest.raises(ConfigMismatchError, match="task"):
@@ -334,7 +334,7 @@ def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> N
         )
     with pytest.raises(HubAccessError, match="model repo 'tester/nothing' does not exist"):
         load("tester/nothing")
-    published.attributor.push_to_hub("tester/nameless", token=TOKEN)
+    published.attributor.push_to_hub("tester/nameless", token=TOKEN, private=False)
     with pytest.raises(ValueError, match=r"does not say where its model is.*`model=`"):
         TrakAttributor.from_pretrained("tester/nameless", token=TOKEN, **OPTIONS)
     hub.repos.pop(("model", "tester/model"))
@@ -380,9 +380,9 @@ def test_a_task_of_your_own_has_to_be_given_again(hub: Hub, client: Path, tmp_pa
     model = tiny_bert(1)
     config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)
     attributor = TrakAttributor(model, config, train_dataset=sentences(0, N), task=first_logit).featurize()
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     with pytest.raises(ValueError, match="Pass the same one as `task=`"):
         load(model)
     assert np.array_equal(full(load(model, task=first_logit)), full(attributor))
     with pytest.raises(ValueError, match="published already"):
-        load(model, task=first_logit).push_to_hub("tester/other", token=TOKEN)
+        load(model, task=first_logit).push_to_hub("tester/other", token=TOKEN, private=False)

@@ -79,7 +79,7 @@ def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
 def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
     """Publish a bank, made only once, and return its files."""
     if not _published:
-        push_bank(make_bank(tmp_path / "bank", {"title": "sines"}), "tester/bank", token=TOKEN)
+        push_bank(make_bank(tmp_path / "bank", {"title": "sines"}), "tester/bank", token=TOKEN, private=False)
         _published.update(hub.dataset("tester/bank"))
     hub.put("dataset", "tester/bank", _published)
     return dict(_published)
@@ -119,7 +119,7 @@ def test_the_card_says_what_the_bank_is(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank = make_bank(tmp_path / "bank", {"title": "Sines `|` <b>", "epochs": 3, "url": "https://x.org/a?b=c"})
-    push_bank(bank, "tester/bank", token=TOKEN)
+    push_bank(bank, "tester/bank", token=TOKEN, private=False)
     card = DatasetCard(hub.dataset("tester/bank")["README.md"].decode())
     described = json.loads((bank.directory / "bank.json").read_bytes())
     assert set(card.data.tags) == {"trak", "data-attribution", "hf_trak"} and card.data["viewer"] is False
@@ -149,12 +149,16 @@ def test_the_card_says_what_the_bank_is(
 
 def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path, tmp_path: Path) -> None:
     bank = make_bank(tmp_path / "bank")
-    first = push_bank(bank, "tester/bank", token=TOKEN)
-    assert push_bank(bank, "tester/bank", token=TOKEN).oid == first.oid, "nothing changed, so there is no commit"
+    first = push_bank(bank, "tester/bank", token=TOKEN, private=False)
+    assert push_bank(bank, "tester/bank", token=TOKEN, private=False).oid == first.oid, (
+        "nothing changed, so there is no commit"
+    )
     text = hub.dataset("tester/bank")["README.md"].decode().replace("# Bank of", "My words.\n\n# Bank of")
     others = {"README.md": text.encode(), "half/notes.txt": b"x", "other/part.txt": b"y"}
     hub.put("dataset", "tester/bank", {**hub.dataset("tester/bank"), **others})
-    push_bank(bank, "tester/bank", parts=["half", "half-again", "half"], token=TOKEN, commit_message="Fewer")
+    push_bank(
+        bank, "tester/bank", parts=["half", "half-again", "half"], token=TOKEN, commit_message="Fewer", private=False
+    )
     found = hub.dataset("tester/bank")
     assert set(found) == NAMES | {"half/notes.txt", "other/part.txt"} | files_of("half", "half-again")
     assert "My words." in found["README.md"].decode() and "`removed`" not in found["README.md"].decode()
@@ -162,7 +166,7 @@ def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path
     assert load_bank("tester/bank", revision=first.oid).parts == bank.parts
     # a repo that holds no bank loses nothing, whatever its files are called
     hub.put("dataset", "tester/other", {"strange/retraining.json": b"{}"})
-    push_bank(bank, "tester/other", token=TOKEN)
+    push_bank(bank, "tester/other", token=TOKEN, private=False)
     assert "strange/retraining.json" in hub.dataset("tester/other")
     with pytest.raises(RefusedIndexError, match=r"a part 'strange', which parts\.json does not name"):
         load_bank("tester/other")
@@ -170,9 +174,9 @@ def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path
 
 def test_branches_and_pull_requests(hub: Hub, client: Path, tmp_path: Path) -> None:
     bank = make_bank(tmp_path / "bank")
-    push_bank(bank, "tester/bank", revision="v1", token=TOKEN)
+    push_bank(bank, "tester/bank", revision="v1", token=TOKEN, private=False)
     assert "bank.json" not in hub.dataset("tester/bank") and load_bank("tester/bank", revision="v1").parts
-    commit = push_bank(bank, "tester/bank", create_pr=True, token=TOKEN)
+    commit = push_bank(bank, "tester/bank", create_pr=True, token=TOKEN, private=False)
     assert commit.pr_url and load_bank("tester/bank", revision="refs/pr/1").parts == bank.parts
     with pytest.raises(HubAccessError, match=r"lacks a file|does not exist"):
         load_bank("tester/bank")
@@ -187,7 +191,7 @@ def test_a_change_in_the_meantime_is_not_overwritten(
 
     monkeypatch.setattr("hf_trak.hub.banks.bank_card", card)
     with pytest.raises(HubAccessError, match="has changed in the meantime"):
-        push_bank(make_bank(tmp_path / "bank"), "tester/bank", token=TOKEN)
+        push_bank(make_bank(tmp_path / "bank"), "tester/bank", token=TOKEN, private=False)
     assert hub.dataset("tester/bank") == {"README.md": b"by somebody else"}
 
 
@@ -196,11 +200,11 @@ def test_an_interrupted_push_is_finished_by_the_same_call(hub: Hub, client: Path
     bank = make_bank(tmp_path / "bank")
     hub.faults.append(Fault("POST", "/commit/", kind, times=20))
     with pytest.raises(HubAccessError, match="again"):
-        push_bank(bank, "tester/bank", token=TOKEN)
+        push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert "bank.json" not in hub.dataset("tester/bank")
     hub.faults.clear()
     sent = len(hub.uploads())
-    push_bank(bank, "tester/bank", token=TOKEN)
+    push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert sent > 0 and len(hub.uploads()) == sent and load_bank("tester/bank").parts == bank.parts
 
 
@@ -222,7 +226,7 @@ def test_an_interrupted_load_is_finished_by_the_same_call(
 def test_a_reader_that_follows_the_documentation(hub: Hub, client: Path, tmp_path: Path) -> None:
     """docs/formats.md suffices to read a published bank, check it, and judge scores on it."""
     bank = make_bank(tmp_path / "bank", {"title": "größer"})
-    push_bank(bank, "tester/bank", token=TOKEN)
+    push_bank(bank, "tester/bank", token=TOKEN, private=False)
     files = hub.dataset("tester/bank")
     described = {name: json.loads(data) for name, data in files.items() if name.endswith(".json")}
     for content in described.values():
@@ -269,7 +273,7 @@ def load_tensors(files: Files, part: str) -> dict[str, np.ndarray]:
 def test_every_file_of_a_bank_is_documented(hub: Hub, client: Path, tmp_path: Path) -> None:
     bank = make_bank(tmp_path / "bank")
     assert_documented(bank.directory, "bank")
-    push_bank(bank, "tester/bank", token=TOKEN)
+    push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert_documented(load_bank("tester/bank").directory, "bank")
 
 
@@ -283,17 +287,17 @@ def test_unfinished_parts_are_not_published(hub: Hub, client: Path, tmp_path: Pa
     with pytest.raises(
         IncompleteStoreError, match=r"\['begun'\] .* lack trainings.*name those to publish with `parts`"
     ):
-        push_bank(bank, "tester/bank", token=TOKEN)
+        push_bank(bank, "tester/bank", token=TOKEN, private=False)
     with pytest.raises(IncompleteStoreError, match="has 2 of 4 trainings"):
-        push_bank(bank, "tester/bank", parts=["half", "begun"], token=TOKEN)
+        push_bank(bank, "tester/bank", parts=["half", "begun"], token=TOKEN, private=False)
     with pytest.raises(IncompleteStoreError, match="has no part 'nothing'"):
-        push_bank(bank, "tester/bank", parts=["nothing"], token=TOKEN)
+        push_bank(bank, "tester/bank", parts=["nothing"], token=TOKEN, private=False)
     with pytest.raises(ValueError, match=r"'half-again' repeats 'half', which is not among"):
-        push_bank(bank, "tester/bank", parts=["half-again"], token=TOKEN)
+        push_bank(bank, "tester/bank", parts=["half-again"], token=TOKEN, private=False)
     with pytest.raises(ValueError, match="no part to publish"):
-        push_bank(bank, "tester/bank", parts=[], token=TOKEN)
+        push_bank(bank, "tester/bank", parts=[], token=TOKEN, private=False)
     assert hub.log == []
-    push_bank(bank, "tester/bank", parts=["half"], token=TOKEN)
+    push_bank(bank, "tester/bank", parts=["half"], token=TOKEN, private=False)
     assert set(hub.dataset("tester/bank")) == NAMES | files_of("half")
     assert "half-again" not in hub.dataset("tester/bank")["README.md"].decode(), "no score of what is not there"
     assert load_bank(bank.directory).parts == ["begun", "half", "half-again", "removed"], "unfinished, but one's own"
@@ -302,12 +306,15 @@ def test_unfinished_parts_are_not_published(hub: Hub, client: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["half of it", "größe", "half.", "a" * 101, "-x", "\x1b[2Jx"])
 def test_names_that_others_cannot_have_are_not_published(hub: Hub, client: Path, tmp_path: Path, name: str) -> None:
     bank = Bank.create(tmp_path / "bank", rows(0, N), rows(100, M))
-    directory = bank.directory / name
-    bank.add_part("plain", random_subsets(N, 4))
-    bank.build("plain", outputs)
-    os.rename(bank.directory / "plain", directory)
+    if name.isprintable():
+        bank.add_part(name, random_subsets(N, 4))
+        bank.build(name, outputs)
+    else:
+        bank.add_part("plain", random_subsets(N, 4))
+        bank.build("plain", outputs)
+        os.rename(bank.directory / "plain", bank.directory / name)
     with pytest.raises(ValueError, match=r"Expected letters, digits and|control character"):
-        push_bank(bank, "tester/bank", token=TOKEN)
+        push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert hub.log == []
 
 
@@ -315,7 +322,7 @@ def test_names_that_others_cannot_have_are_not_published(hub: Hub, client: Path,
 def test_secrets_are_not_published(hub: Hub, client: Path, tmp_path: Path, secret: str) -> None:
     bank = make_bank(tmp_path / "bank", {"source": secret})
     with pytest.raises(ValueError, match=r"bank\.json holds a token of the Hub, or an address") as caught:
-        push_bank(bank, "tester/bank", token=TOKEN)
+        push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert secret not in str(caught.value) and hub.log == []
 
 
@@ -329,11 +336,11 @@ def test_damaged_and_large_parts_are_not_published(
             with pytest.raises(
                 ValueError, match=rf"{reason}\.safetensors has \d+ bytes, and readers take at most 100"
             ):
-                push_bank(bank, "tester/bank", token=TOKEN)
+                push_bank(bank, "tester/bank", token=TOKEN, private=False)
     path = bank.directory / "half" / "outputs.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match=r"outputs\.safetensors cannot be used"):
-        push_bank(bank, "tester/bank", token=TOKEN)
+        push_bank(bank, "tester/bank", token=TOKEN, private=False)
     assert hub.log == []
 
 
@@ -347,7 +354,7 @@ def test_a_public_repo_is_not_written_to_as_private(hub: Hub, client: Path, tmp_
 # -- banks of malicious publishers -----------------------------------------------------------------------------------
 
 
-def edited(files: Files, name: str, **changes: Any) -> Files:
+def edited(files: Files, name: str, /, **changes: Any) -> Files:
     """Change a JSON file and its checksum with it, as an attacker can; `...` removes a key."""
     content = json.loads(files[name])
     content.update(changes)
@@ -365,7 +372,7 @@ def rebuilt(files: Files, **changes: Any) -> Files:
     return edited(files, "parts.json", bank=bank)
 
 
-def repart(files: Files, name: str, **changes: Any) -> Files:
+def repart(files: Files, name: str, /, **changes: Any) -> Files:
     """Change a part's description, and make its tensors belong to it."""
     files = edited(files, f"{name}/retraining.json", **changes)
     for kind in ("subsets", "outputs"):
@@ -401,7 +408,7 @@ def again(files: Files, name: str) -> Files:
     """Add a copy of a part that says that it repeats it."""
     copies = {path.replace(f"{name}/", "again/"): data for path, data in files.items() if path.startswith(f"{name}/")}
     names = json.loads(files["parts.json"])["parts"]
-    return repart(parts({**files, **copies}, *names, "again"), "again", repeat_of=name, removal=None)
+    return repart(parts({**files, **copies}, *names, "again"), "again", name="again", repeat_of=name, removal=None)
 
 
 def without(files: Files, *names: str) -> Files:
@@ -499,6 +506,7 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "a description without its bank": (lambda f: repart(f, "half", bank=...), "of another type"),
     "a repeat of a list": (lambda f: repart(f, "half-again", repeat_of=["half"]), "of another type"),
     "removals that are a text": (lambda f: repart(f, "removed", removal="x"), "of another type"),
+    "a part of another name": (lambda f: repart(f, "half", name="removed"), "is that of the part 'removed'"),
     "a repeat of other subsets": (lambda f: repart(f, "removed", repeat_of="half", removal=None), "does not repeat"),
     "a repeat of a part with repeats": (lambda f: again(f, "removed"), "does not repeat subsets of 'removed'"),
     # JSON

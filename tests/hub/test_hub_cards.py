@@ -115,17 +115,17 @@ def test_push_keeps_the_card_of_the_repo(hub: Hub, client: Path, tmp_path: Path)
     store = make_store(tmp_path / "store", ids=(0,))
     mine = "---\nlicense: mit\n---\n# Mine\n\nMy own words.\n"
     hub.put("dataset", "tester/index", {"README.md": mine.encode()})
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     first = hub.dataset("tester/index")["README.md"].decode()
     assert (
         first.startswith("---\nlicense: mit\n") and "# Mine\n\nMy own words.\n" in first and "hf_trak index:" in first
     )
     edited = first.replace("My own words.", "My better words.")
     hub.put("dataset", "tester/index", {**hub.dataset("tester/index"), "README.md": edited.encode()})
-    push_index(store, "tester/index", token=TOKEN, lds=0.321)
+    push_index(store, "tester/index", token=TOKEN, lds=0.321, private=False)
     second = hub.dataset("tester/index")["README.md"].decode()
     assert "My better words." in second and "0.321" in second and second.count("hf_trak index: begin") == 1
     for broken in (b"---\ntags: [a\n---\nwords", b"\xff\xfe not UTF-8"):
         hub.put("dataset", "tester/index", {**hub.dataset("tester/index"), "README.md": broken})
-        push_index(store, "tester/index", token=TOKEN, lds=0.5)
+        push_index(store, "tester/index", token=TOKEN, lds=0.5, private=False)
         assert hub.dataset("tester/index")["README.md"] == broken

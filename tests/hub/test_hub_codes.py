@@ -100,7 +100,7 @@ def published(hub: Hub, tmp_path: Path, dtype: str = "int8", k: int = K) -> File
     """Publish an index of codes, made only once, and return its files."""
     key = f"{dtype}-{k}"
     if key not in _published:
-        push_index(make_codes(tmp_path / key, dtype, k), "tester/index", token=TOKEN)
+        push_index(make_codes(tmp_path / key, dtype, k), "tester/index", token=TOKEN, private=False)
         _published[key] = dict(hub.dataset("tester/index"))
     hub.put("dataset", "tester/index", _published[key], private=True)
     return dict(_published[key])
@@ -136,7 +136,7 @@ def kept_heads(client: Path) -> list[str]:
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) -> None:
     local = make_codes(tmp_path / "store", dtype, k=90, rank=None)
-    push_index(local, "tester/index", token=TOKEN)
+    push_index(local, "tester/index", token=TOKEN, private=False)
     store = opened()
     assert store.config_hash == local.config_hash
     for found, expected in zip(store.train(0), local.train(0), strict=True):
@@ -144,7 +144,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
     assert torch.equal(store.read_gram(0).matrix, local.read_gram(0).matrix)
     pulled = pull_index("tester/index", tmp_path / "copy", token=TOKEN)
     assert torch.equal(decoded(pulled), decoded(local))
-    push_index(FeatureStore.load(tmp_path / "copy"), "tester/fork", token=TOKEN)
+    push_index(FeatureStore.load(tmp_path / "copy"), "tester/fork", token=TOKEN, private=False)
     copied = {name for name in hub.dataset("tester/fork") if name != "README.md"}
     assert all(hub.dataset("tester/fork")[name] == hub.dataset("tester/index")[name] for name in copied)
 
@@ -156,7 +156,7 @@ def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_p
     args = trak_config(str(tmp_path / "trak"), proj_dim=50, feature_dtype=dtype, shard_size=8,
                       per_device_batch_size=3, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, 22)).featurize()
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     found, expected = (
         np.array(one.attribute(targets(), top_k=None)["trak_scores"][:]) for one in (elsewhere, attributor)
@@ -166,7 +166,7 @@ def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_p
 
 def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) -> None:
     store = make_codes(tmp_path / "store", "int1", k=8200)
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     card = hub.dataset("tester/index")["README.md"].decode()
     assert "1,029 bytes: codes of 1 bit per number and a scale, 31.9 times fewer than float32" in card
     assert "rotation hadamard-1, levels levels-1" in card and "| 8,200, stored as int1 |" in card
@@ -178,7 +178,7 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
     for index in range(3):
         rows = plain.train(0).plan.rows(index)
         plain.train(0).write(index, torch.randn(len(rows), 6), torch.ones(len(rows)))
-    push_index(convert_store(plain, tmp_path / "small", "int2"), "tester/small", token=TOKEN)
+    push_index(convert_store(plain, tmp_path / "small", "int2"), "tester/small", token=TOKEN, private=False)
     card = hub.dataset("tester/small")["README.md"].decode()
     assert "6 bytes: codes of 2 bits per number" in card and "converted from bfloat16" in card
     assert "can be downloaded by themselves" not in card
@@ -187,7 +187,7 @@ def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) ->
     pull_index("tester/small", tmp_path / "copy")
     assert FeatureStore.load(tmp_path / "copy").checkpoint_info(0)["converted_from"] == ["bfloat16"]
     Scorer(plain, Processes(True), torch.device("cpu"), 0.3).prepare(0)
-    push_index(plain, "tester/plain", token=TOKEN)
+    push_index(plain, "tester/plain", token=TOKEN, private=False)
     assert "| 12 bytes of bfloat16 |" in hub.dataset("tester/plain")["README.md"].decode()
 
 
@@ -217,7 +217,7 @@ def test_eigenvalues_are_published(hub: Hub, client: Path, files: Files, tmp_pat
     assert own == store.output_dir / "checkpoint-0" / "low_rank-7.safetensors" and not own.exists()
     pull_index("tester/index", tmp_path / "copy", token=TOKEN)
     assert (tmp_path / "copy/checkpoint-0/low_rank-4.safetensors").read_bytes() == path.read_bytes()
-    push_index(open_index(LocalFiles(tmp_path / "copy"), tmp_path / "work"), "tester/fork", token=TOKEN)
+    push_index(open_index(LocalFiles(tmp_path / "copy"), tmp_path / "work"), "tester/fork", token=TOKEN, private=False)
     assert set(hub.dataset("tester/fork")) == {*files, ".gitattributes"}
 
 
@@ -228,9 +228,9 @@ def test_solvers_that_read_all_features_publish_nothing(hub: Hub, client: Path, 
     matrix = store.read_gram(0).matrix
     (tmp_path / "store/checkpoint-0/gram.safetensors").unlink()
     with pytest.raises(IncompleteStoreError, match="neither a Gram matrix nor what another solver keeps"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     Scorer(store, Processes(True), torch.device("cpu"), 0.3, solver).prepare(0)
-    push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(solver=solver))
+    push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(solver=solver), private=False)
     assert {name for name in hub.dataset("tester/index") if "safetensors" in name} == {FIRST, MIDDLE, LAST}
     index = opened()
     assert index.manifest.settings["solver"] == solver and index.read_gram(0) is None
@@ -317,7 +317,7 @@ def test_features_that_are_no_codes_have_no_heads(hub: Hub, client: Path, files:
         rows = plain.train(0).plan.rows(index)
         plain.train(0).write(index, torch.randn(len(rows), 6), torch.ones(len(rows)))
     Scorer(plain, Processes(True), torch.device("cpu"), 0.3).prepare(0)
-    push_index(plain, "tester/plain", token=TOKEN)
+    push_index(plain, "tester/plain", token=TOKEN, private=False)
     with pytest.raises(ValueError, match=r"are torch.float32, whose first bytes say nothing"):
         open_repo("tester/plain").train(0).prefix_of(0, 512)
 
@@ -398,7 +398,7 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16,
                       solver="primal", per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     files, sent = hub.dataset("tester/index"), watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     assert [answer.path for answer in sent] == ["trak_config.json", "trak_index.json"]
@@ -438,7 +438,7 @@ def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tm
         return TrakAttributor(model, args, train_dataset=sentences(0, N))
 
     attributor("primal").featurize()
-    attributor("auto").push_to_hub("tester/index", token=TOKEN)
+    attributor("auto").push_to_hub("tester/index", token=TOKEN, private=False)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     assert elsewhere.args.solver == "primal"
     found, expected = (
@@ -456,7 +456,7 @@ def test_published_eigenvalues_are_used(
     args = trak_config(str(tmp_path / "trak"), proj_dim=K, feature_dtype="int8", shard_size=16, solver="low_rank-8",
                       per_device_batch_size=5, **OPTIONS)  # fmt: skip
     attributor = TrakAttributor(model, args, train_dataset=sentences(0, N)).featurize()
-    attributor.push_to_hub("tester/index", token=TOKEN)
+    attributor.push_to_hub("tester/index", token=TOKEN, private=False)
     sent = watched(hub)
     elsewhere = TrakAttributor.from_pretrained("tester/index", model, token=TOKEN, **OPTIONS)
     options = {"top_k": 2, "method": Index(first_pass_bytes=512, candidates=2)}

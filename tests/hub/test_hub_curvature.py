@@ -96,7 +96,7 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
     if not _made:
         made = attributor_in(tmp_path / "made").featurize([weights(1), weights(2)])
         made.fit_curvature([weights(1), weights(2)])
-        made.push_to_hub("tester/index", token=TOKEN)
+        made.push_to_hub("tester/index", token=TOKEN, private=False)
         store = {
             path.relative_to(tmp_path / "made").as_posix(): path.read_bytes()
             for path in (tmp_path / "made").rglob("*")
@@ -188,13 +188,13 @@ def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, publi
 def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp_path: Path) -> None:
     """Pushing without them removes those that are there; who loads the index fits one, for all or some checkpoints."""
     hub.put("dataset", "tester/index", {**published, "curvature/notes.txt": b"mine"})
-    attributor_in(made).push_to_hub("tester/index", token=TOKEN, curvature=False)
+    attributor_in(made).push_to_hub("tester/index", token=TOKEN, curvature=False, private=False)
     assert curvatures(hub.dataset("tester/index")) == ["curvature/notes.txt"]
     without = load(output_dir=str(tmp_path / "work")).fit_curvature()
     assert (tmp_path / "work/curvature/0/curvature.json").read_bytes() == published[RECORD]
     assert np.array_equal(full(without, method="exact"), expected())
     shutil.rmtree(made / "curvature/1")
-    attributor_in(made).push_to_hub("tester/index", token=TOKEN)
+    attributor_in(made).push_to_hub("tester/index", token=TOKEN, private=False)
     kept = [name for name in curvatures(published) if "/0/" in name]
     assert curvatures(hub.dataset("tester/index")) == [*kept, "curvature/notes.txt"]
 
@@ -229,7 +229,7 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
     assert not (copy / RECORD).exists(), "it would belong to other blocks"
     pull_index("tester/index", copy)
     assert all((copy / name).read_bytes() == published[name] for name in curvatures(published))
-    push_index(FeatureStore.load(copy), "tester/fork", token=TOKEN)
+    push_index(FeatureStore.load(copy), "tester/fork", token=TOKEN, private=False)
     fork = hub.dataset("tester/fork")
     assert fork["trak_index.json"] == published["trak_index.json"]
     assert all(fork[name] == published[name] for name in curvatures(published))
@@ -238,10 +238,12 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_settings_that_are_not_told_follow_the_curvature(hub: Hub, published: Files, made: Path) -> None:
-    push_index(FeatureStore.load(made), "tester/other", token=TOKEN)
+    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, private=False)
     settings = open_repo("tester/other").manifest.settings["curvature"]
     assert (settings["kind"], settings["labels"], settings["rows"]) == ("ekfac", "empirical", 9)
-    push_index(FeatureStore.load(made), "tester/other", token=TOKEN, settings=trak_config(curvature_rows=8))
+    push_index(
+        FeatureStore.load(made), "tester/other", token=TOKEN, settings=trak_config(curvature_rows=8), private=False
+    )
     assert open_repo("tester/other").manifest.settings["curvature"]["rows"] == 8
 
 
@@ -267,14 +269,14 @@ def test_what_is_not_published(hub: Hub, made: Path, caplog: pytest.LogCaptureFi
     damaged = load_tensors((made / BLOCK).read_bytes())["eigenvalues"]
     (made / BLOCK).write_bytes(with_values(_made[0][0], BLOCK, eigenvalues=-damaged)[BLOCK])
     with pytest.raises(StoreError, match=r"block-00001.* cannot be published: .*below 0\. .*`curvature=False`"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     (made / BLOCK).unlink()
     with pytest.raises(StoreError, match="cannot be published: it is missing"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     assert hub.dataset("tester/index") == before
     (made / RECORD).unlink()
     (made / "curvature/0/progress").mkdir()
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     assert "is not finished" in caplog.text
     assert {name[:12] for name in curvatures(hub.dataset("tester/index"))} == {"curvature/1/"}
 
@@ -467,6 +469,9 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
     "a block twice": (record(twice), "leave out some parameters, or have some twice"),
     "fewer counts": (record(lambda r: r["counts"].pop()), "not one for each of"),
     "count below 0": (record(lambda r: r["counts"].__setitem__(0, -3)), "not one for each of"),
+    "no scale": (record(lambda r: r.pop("scale")), "its scale is None, not a finite number"),
+    "a scale that is a text": (record(lambda r: r.update(scale="1")), "its scale is '1', not a finite number"),
+    "a scale below 0": (record(lambda r: r.update(scale=-1.0)), "its scale is -1.0, not"),
     "another number of rows": (record(lambda r: r.update(rows=10)), "its number of rows is 10, and in its identity 9"),
     # tensors
     "missing file": (without(BLOCK), "block-00001.*it is missing, although the manifest lists it"),
@@ -483,7 +488,8 @@ BAD: dict[str, tuple[Callable[[Files], Files], str]] = {
         lambda files: listed({**files, BLOCK: files[BLOCK.replace("/0/", "/1/")]}), "belongs to another run"
     ),
     "another block of the same curvature": (
-        lambda files: listed({**files, BLOCK: files[BLOCK.replace("00001", "00000")]}), "expected|the manifest says"
+        lambda files: listed({**files, BLOCK: files[BLOCK.replace("00001", "00000")]}),
+        r"it belongs to another run \(part: saved \"0: layers.0.weight\", given \"1: layers.1.weight\"\)",
     ),
     "tensors of another edition": (
         lambda files: with_values(files, BLOCK, consistent=False, eigenvalues=torch.ones(SIZE, SIZE + 1)),
@@ -576,6 +582,7 @@ def checked(kronecker: list[KroneckerBlock], diagonal: list[DiagonalBlock], shap
         "blocks": CurvatureBlocks(tuple(kronecker), tuple(diagonal)).to_json(),
         "counts": [1] * len(kronecker),
         "rows": 9,
+        "scale": 1.0,
         "checksum": "",
     }
     store: Any = SimpleNamespace(config={"parameters": parameters})
@@ -608,7 +615,7 @@ def test_thousands_of_small_parameters(tmp_path: Path) -> None:
     count = 2000
     diagonal = [DiagonalBlock(f"p{index}", index, 1) for index in range(count)]
     found = checked([], diagonal, {f"p{index}": [1] for index in range(count)})
-    CurvatureFiles(tmp_path, found.identity).write_diagonal([torch.ones(1) for _ in range(count)])
-    path, specs = tmp_path / "diagonal.safetensors", found.tensors["diagonal.safetensors"]
+    CurvatureFiles(tmp_path, found.identity).write_diagonal(found.blocks, [torch.ones(1) for _ in range(count)])
+    path, (file,) = tmp_path / "diagonal.safetensors", found.files
     assert struct.unpack("<Q", path.read_bytes()[:8])[0] > MAX_HEADER_BYTES
-    checked_tensors(path, found, specs)
+    checked_tensors(path, file)

@@ -49,7 +49,7 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Files:
     if not _published:
         store = make_store(tmp_path / "store", ids=(0,))
         write_references(store, 0, {"image_embeddings": torch.ones(2, 3)})
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
         _published.update(hub.dataset("tester/index"))
     hub.put("dataset", "tester/index", _published)
     return dict(_published)

@@ -72,7 +72,7 @@ def everything_below(directory: Path) -> bytes:
 def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Everything comes back bit for bit, and each file is downloaded once, when it is first read."""
     local = make_store(tmp_path / "store")
-    commit = push_index(local, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25))
+    commit = push_index(local, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25), private=False)
     assert set(hub.dataset("tester/index")) == FILES | {".gitattributes"}
     assert commit.oid == hub.repos["dataset", "tester/index"].refs["main"]
     store = open_repo("tester/index")
@@ -94,10 +94,10 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path) -> None:
 
 def test_second_push_sends_nothing_and_makes_no_commit(hub: Hub, client: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     before, uploads = dict(hub.repos["dataset", "tester/index"].refs), len(hub.uploads())
     assert uploads == 8
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     assert hub.repos["dataset", "tester/index"].refs == before
     assert len(hub.uploads()) == uploads
 
@@ -110,30 +110,30 @@ def test_interrupted_push_is_finished_by_the_same_call(
     store = make_store(tmp_path / "store")
     hub.faults.append(Fault("PUT", "^/lfs/", 403, skip=5))
     with pytest.raises(HubAccessError, match="403"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     assert set(hub.dataset("tester/index")) == {".gitattributes"}
     arrived = hub.uploads()
     assert 1 <= len(arrived) <= 5
     hub.faults.clear()
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     assert len(hub.uploads()) == len(set(hub.uploads())) == 8
     assert set(hub.dataset("tester/index")) == FILES | {".gitattributes"}
 
 
 def test_new_checkpoint_uploads_only_itself(hub: Hub, client: Path, tmp_path: Path) -> None:
-    push_index(make_store(tmp_path / "store", ids=(0,)), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "store", ids=(0,)), "tester/index", token=TOKEN, private=False)
     sent = len(hub.uploads())
-    push_index(make_store(tmp_path / "both"), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "both"), "tester/index", token=TOKEN, private=False)
     assert len(hub.uploads()) == sent + 4
     assert open_repo("tester/index").model_ids == [0, 1]
 
 
 def test_replaced_index_leaves_no_stale_files_and_touches_no_others(hub: Hub, client: Path, tmp_path: Path) -> None:
-    push_index(make_store(tmp_path / "old"), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "old"), "tester/index", token=TOKEN, private=False)
     others = {"checkpoint-9/model.safetensors": b"mine", "data/train.parquet": b"mine too"}
     hub.put("dataset", "tester/index", {**hub.dataset("tester/index"), **others})
     new = make_store(tmp_path / "new", ids=(0,), shard_size=16)
-    push_index(new, "tester/index", token=TOKEN)
+    push_index(new, "tester/index", token=TOKEN, private=False)
     left = set(hub.dataset("tester/index"))
     assert {name for name in left if "train-" in name} == {
         f"checkpoint-0/train-{i:05d}-of-00002.safetensors" for i in (0, 1)
@@ -145,7 +145,7 @@ def test_replaced_index_leaves_no_stale_files_and_touches_no_others(hub: Hub, cl
 def test_files_of_such_names_in_a_repo_without_an_index_stay(hub: Hub, client: Path, tmp_path: Path) -> None:
     mine = {"checkpoint-7/gram.safetensors": b"mine"}
     hub.put("dataset", "tester/index", mine)
-    push_index(make_store(tmp_path / "store"), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "store"), "tester/index", token=TOKEN, private=False)
     assert mine.items() <= hub.dataset("tester/index").items()
 
 
@@ -154,7 +154,7 @@ def test_nothing_of_this_machine_is_published(hub: Hub, client: Path, tmp_path: 
     (tmp_path / "my-model").mkdir()
     store = make_store(tmp_path / "store", model_name=str(tmp_path / "my-model"))
     assert str(tmp_path).encode() in everything_below(tmp_path / "store")
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     published = b"".join(hub.dataset("tester/index").values())
     assert str(tmp_path).encode() not in published and TOKEN.encode() not in published
     assert open_repo("tester/index").config["model_name"] is None
@@ -180,19 +180,42 @@ def test_token_is_sent_and_kept_nowhere(
     assert not [entry for entry in hub.log if "telemetry" in entry.path]
 
 
+def test_an_index_is_private_unless_that_is_said(hub: Hub, client: Path, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    push_index(store, "tester/mine", token=TOKEN)
+    assert hub.repos["dataset", "tester/mine"].private
+    push_index(store, "tester/open", token=TOKEN, private=False)
+    assert not hub.repos["dataset", "tester/open"].private
+    with pytest.raises(ValueError, match=r"exists and is public.*`private=False`"):
+        push_index(store, "tester/open", token=TOKEN)
+
+
+@pytest.mark.parametrize("name", ["pubdir", "./published", "../pubdir", "/pubdir", "a/b/c", "~", "", "."])
+def test_a_directory_is_no_repo(
+    hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pubdir").mkdir()
+    store, before = make_store(tmp_path / "store"), set(hub.repos)
+    with pytest.raises(ValueError, match=r"`repo_id` is .*save_pretrained"):
+        push_index(store, name, token=TOKEN)
+    assert set(hub.repos) == before and not list((tmp_path / "pubdir").iterdir())
+    assert not any(request.method == "POST" for request in hub.log)
+
+
 def test_private_repo_is_not_faked_by_a_public_one(hub: Hub, client: Path, tmp_path: Path) -> None:
     hub.put("dataset", "tester/index", {})
-    with pytest.raises(ValueError, match="is public, but `private=True`"):
+    with pytest.raises(ValueError, match="is public, and `private` is True"):
         push_index(make_store(tmp_path / "store"), "tester/index", token=TOKEN, private=True)
     assert hub.dataset("tester/index") == {} and not hub.uploads()
 
 
 def test_branches_and_pull_requests(hub: Hub, client: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
-    push_index(store, "tester/index", token=TOKEN, revision="v1")
+    push_index(store, "tester/index", token=TOKEN, revision="v1", private=False)
     repo = hub.repos["dataset", "tester/index"]
     assert set(repo.main) == {".gitattributes"} and set(repo.commits[repo.refs["v1"]]) == FILES | {".gitattributes"}
-    commit = push_index(store, "tester/index", token=TOKEN, create_pr=True)
+    commit = push_index(store, "tester/index", token=TOKEN, create_pr=True, private=False)
     assert commit.pr_url and set(repo.main) == {".gitattributes"}
     for revision in ("v1", "refs/pr/1", repo.refs["v1"]):
         assert open_repo("tester/index", revision=revision).model_ids == [0, 1]
@@ -212,16 +235,16 @@ def test_what_cannot_be_published(hub: Hub, client: Path, tmp_path: Path) -> Non
         ({"train_dataset": TrainSource("../data")}, "train_dataset"),
     ]:
         with pytest.raises(ValueError, match=message):
-            push_index(store, "tester/index", token=TOKEN, **arguments)
+            push_index(store, "tester/index", token=TOKEN, **arguments, private=False)
     store.train(1).path(1).unlink()
     with pytest.raises(IncompleteStoreError, match="rows 8–15"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     unfinished = FeatureStore.open(tmp_path / "empty", CONFIG)
     with pytest.raises(IncompleteStoreError, match="no checkpoint"):
-        push_index(unfinished, "tester/index", token=TOKEN)
+        push_index(unfinished, "tester/index", token=TOKEN, private=False)
     assert hub.log == []
     with pytest.raises(HubAccessError, match="token"):
-        push_index(make_store(tmp_path / "whole"), "tester/index")
+        push_index(make_store(tmp_path / "whole"), "tester/index", private=False)
     assert hub.repos == {}
 
 
@@ -230,7 +253,7 @@ def test_concurrent_change_is_not_overwritten(
 ) -> None:
     """Another user edits the card after it was read and before the commit."""
     store = make_store(tmp_path / "store")
-    push_index(store, "tester/index", token=TOKEN)
+    push_index(store, "tester/index", token=TOKEN, private=False)
     from hf_trak.hub import push
 
     def meanwhile(*args: object, **kwargs: object) -> str:
@@ -241,7 +264,7 @@ def test_concurrent_change_is_not_overwritten(
     card = push.index_card
     monkeypatch.setattr(push, "index_card", meanwhile)
     with pytest.raises(HubAccessError, match="commit has happened since"):
-        push_index(store, "tester/index", token=TOKEN, lds=0.3)
+        push_index(store, "tester/index", token=TOKEN, lds=0.3, private=False)
     assert b"Their words." in hub.dataset("tester/index")["README.md"]
 
 
@@ -252,7 +275,7 @@ def test_references_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path
     """Tensors that a task computed from training rows (negatives of CLIP) are fetched with the first targets."""
     local = make_store(tmp_path / "store", ids=(0,))
     write_references(local, 0, {"image_embeddings": torch.randn(5, 3)})
-    push_index(local, "tester/index", token=TOKEN)
+    push_index(local, "tester/index", token=TOKEN, private=False)
     store = open_repo("tester/index")
     assert not hub.downloads("references")
     store.targets("exam", 0, 4, "d" * 32)
@@ -267,7 +290,7 @@ def test_references_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path
 
 def test_offline_from_the_cache(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = make_store(tmp_path / "store")
-    push_index(local, "tester/index", token=TOKEN)
+    push_index(local, "tester/index", token=TOKEN, private=False)
     with pytest.raises(HubAccessError, match="not in the cache"):
         open_repo("tester/index", local_files_only=True)
     features(open_repo("tester/index"), 0)
@@ -279,13 +302,13 @@ def test_offline_from_the_cache(hub: Hub, client: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert torch.equal(features(open_repo("tester/index"), 0), features(local, 0))
     with pytest.raises(HubAccessError, match="offline"):
-        push_index(local, "tester/index", token=TOKEN)
+        push_index(local, "tester/index", token=TOKEN, private=False)
     assert len(hub.log) == before
 
 
 def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: Path) -> None:
     local = make_store(tmp_path / "store")
-    push_index(local, "tester/index", token=TOKEN, checkpoints={1: "tester/model@step-1"})
+    push_index(local, "tester/index", token=TOKEN, checkpoints={1: "tester/model@step-1"}, private=False)
     pull_index("tester/index", tmp_path / "copy")
     assert {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*.*")} == (
         FILES - {"README.md"}
@@ -297,7 +320,7 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
     assert plain.checkpoint_info(1)["source"] == "hf://tester/model@step-1"
     again = pull_index("tester/index", tmp_path / "copy")
     assert again.model_ids == [0, 1]
-    push_index(plain, "tester/fork", token=TOKEN)
+    push_index(plain, "tester/fork", token=TOKEN, private=False)
     assert str(open_repo("tester/fork").manifest.checkpoints[1].source) == "hf://tester/model@step-1"
     with pytest.raises(ConfigMismatchError, match="another configuration"):
         make_store(tmp_path / "other", seed=8)
@@ -310,12 +333,12 @@ def test_what_no_reader_takes_is_not_published(
     store = make_store(tmp_path / "store", ids=(0,))
     monkeypatch.setattr("hf_trak.hub.push.MAX_JSON_BYTES", 100)
     with pytest.raises(ValueError, match=r"trak_config\.json has \d+ bytes, and readers take at most 100"):
-        push_index(store, "tester/index", token=TOKEN)
+        push_index(store, "tester/index", token=TOKEN, private=False)
     assert hub.log == []
 
 
 def test_an_index_is_read_only(hub: Hub, client: Path, tmp_path: Path) -> None:
-    push_index(make_store(tmp_path / "store"), "tester/index", token=TOKEN)
+    push_index(make_store(tmp_path / "store"), "tester/index", token=TOKEN, private=False)
     store = open_repo("tester/index")
     for call in (
         lambda: store.register_checkpoint(2, "x"),
@@ -339,7 +362,7 @@ def cached_shards(home: Path) -> list[str]:
 def test_broken_download_leaves_the_cache_clean(hub: Hub, client: Path, tmp_path: Path, kind: str | int) -> None:
     """After a lost connection or damage there is a clear error, nothing is kept, and the next call succeeds."""
     local = make_store(tmp_path / "store")
-    push_index(local, "tester/index", token=TOKEN)
+    push_index(local, "tester/index", token=TOKEN, private=False)
     store = open_repo("tester/index")
     before = {path for path in client.rglob("*") if path.is_file() and path.suffix != ".lock"}
     hub.faults.append(Fault("GET", "train-00001", kind))
@@ -385,6 +408,7 @@ def test_card_tells_what_was_attributed(hub: Hub, client: Path, tmp_path: Path) 
         train_dataset=TrainSource("tester/reviews", "plain", "train", "abc123"),
         checkpoints={1: "tester/model@step-1"},
         lds=0.4321,
+        private=False,
     )
     card = DatasetCard(hub.dataset("tester/index")["README.md"].decode())
     assert card.data.tags == ["trak", "data-attribution", "hf_trak"]

@@ -80,7 +80,7 @@ def publish(hub: Hub, directory: Path, seed: int) -> None:
         output_dir=str(directory / "run"), proj_dim=8, shard_size=4, per_device_batch_size=4, seed=seed, **OPTIONS
     )
     attributor = TrakAttributor(network(), args, train_dataset=rows(0, N), task="image_classification")
-    attributor.featurize([state(0), state(1)]).push_to_hub("tester/index", token=TOKEN)
+    attributor.featurize([state(0), state(1)]).push_to_hub("tester/index", token=TOKEN, private=False)
     for name, data in hub.dataset("tester/index").items():
         (directory / "index" / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / "index" / name).write_bytes(data)

@@ -65,9 +65,9 @@ def test_index_and_scores_share_a_repo(hub: Hub, client: Path, tmp_path: Path) -
     """Each has its section in the shared card, and pushing the index again does not change the scores."""
     scored = top_k()
     store = make_store(tmp_path / "store", ids=(0,))
-    push_index(store, "tester/both", token=TOKEN)
-    push_scores(scored, "tester/both", config_name="scores", split="test", token=TOKEN)
-    push_index(store, "tester/both", token=TOKEN, lds=0.25)
+    push_index(store, "tester/both", token=TOKEN, private=False)
+    push_scores(scored, "tester/both", config_name="scores", split="test", token=TOKEN, private=False)
+    push_index(store, "tester/both", token=TOKEN, lds=0.25, private=False)
     text = hub.dataset("tester/both")["README.md"].decode()
     assert text.count("index: begin") == text.count("scores: begin") == 1 and "0.250" in text
     assert load_scores("tester/both", "scores").to_dict() == scored.to_dict()
@@ -76,7 +76,7 @@ def test_index_and_scores_share_a_repo(hub: Hub, client: Path, tmp_path: Path) -
 
 def test_plain_push_is_enough(hub: Hub, client: Path, tmp_path: Path) -> None:
     scored = full(4, 6)
-    scored.push_to_hub("tester/plain", token=TOKEN)
+    scored.push_to_hub("tester/plain", token=TOKEN, private=False)
     assert load_scores("tester/plain").to_dict() == scored.to_dict()
     scored.save_to_disk(str(tmp_path / "saved"))
     assert load_scores(str(tmp_path / "saved")).to_dict() == scored.to_dict()
@@ -90,15 +90,15 @@ def test_what_is_refused(hub: Hub, client: Path) -> None:
         (top_k().rename_column("trak_scores", "x").rename_column("trak_harmful_scores", "trak_scores"), "columns"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            push_scores(bad, "tester/scores", token=TOKEN)
+            push_scores(bad, "tester/scores", token=TOKEN, private=False)
     assert hub.log == []
     with pytest.raises(ValueError, match="`per` is 'row'"):
-        push_scores(top_k(), "tester/scores", per="row", token=TOKEN)  # type: ignore[arg-type]
+        push_scores(top_k(), "tester/scores", per="row", token=TOKEN, private=False)  # type: ignore[arg-type]
     hub.put("dataset", "tester/public", {})
     with pytest.raises(ValueError, match="is public"):
         push_scores(top_k(), "tester/public", token=TOKEN, private=True)
     for number, bad in enumerate((rows(3), with_value(float("nan")), with_value(float("inf")))):
-        bad.push_to_hub(f"tester/bad-{number}", token=TOKEN)
+        bad.push_to_hub(f"tester/bad-{number}", token=TOKEN, private=False)
         with pytest.raises(RefusedIndexError, match=r"score columns|not finite"):
             load_scores(f"tester/bad-{number}")
     with pytest.raises(HubAccessError, match="does not exist"):

@@ -32,7 +32,7 @@ def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> No
     expected = full(made)
     saved = tmp_path / "deep" / "index"
     made.save_pretrained(saved, lds=0.25)
-    made.push_to_hub("tester/index", token=TOKEN, lds=0.25)
+    made.push_to_hub("tester/index", token=TOKEN, lds=0.25, private=False)
     published, found = dict(hub.dataset("tester/index")), files_in(saved)
     del published[".gitattributes"]
     published["README.md"] = published["README.md"].replace(b"tester/index", b"index")

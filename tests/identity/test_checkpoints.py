@@ -4,11 +4,12 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_trak.callbacks import _weight_files
@@ -221,3 +222,33 @@ def test_damaged_index_is_named(text: str, says: str, tmp_path: Path) -> None:
         read_state_dict(tmp_path)
     with pytest.raises(ValueError, match=f"{path}' {says}"):
         _weight_files(tmp_path)
+
+
+class Quantized(Tensor):
+    """Like weights of torchao: numbers and scales in one tensor, of which few operations are known."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> "Quantized":
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+def test_fingerprints_of_quantized_weights() -> None:
+    numbers, scale = torch.arange(6, dtype=torch.int8).view(2, 3), torch.tensor([0.5, 2.0])
+
+    def fingerprint(numbers: Tensor, scale: Tensor) -> str:
+        return fingerprint_state_dict({"weight": Quantized(numbers, scale)})
+
+    found = {fingerprint(numbers, scale), fingerprint(numbers + 1, scale), fingerprint(numbers, 2 * scale)}
+    assert len(found) == 3 and fingerprint(numbers.clone(), scale.clone()) in found

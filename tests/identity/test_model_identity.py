@@ -627,3 +627,25 @@ def test_the_attributed_model_may_know_itself() -> None:
 def test_module_docstring_of_a_users_code_does_not_matter() -> None:
     moved = compiled(textwrap.dedent('"""Models."""\n') + SOURCE)
     assert stored(moved.Net()) == stored(compiled(SOURCE).Net())
+
+
+@dataclass
+class MatmulLtState:
+    """Like that of bitsandbytes, whose 8-bit layers note in it what their last pass made."""
+
+    threshold: float = 6.0
+    has_fp16_weights: bool = False
+    is_training: bool = True
+    CB: torch.Tensor | None = None
+
+
+def test_what_8_bit_layers_note_of_a_pass_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MatmulLtState, "__module__", "bitsandbytes.autograd._functions")
+
+    def identity(**noted: Any) -> dict[str, Any]:
+        layer = nn.Linear(3, 3)
+        layer.state = MatmulLtState(**noted)  # type: ignore[assignment]
+        return model_identity(nn.Sequential(layer))
+
+    assert not model_changes(identity(), identity(is_training=False, CB=torch.ones(2)))
+    assert model_changes(identity(), identity(threshold=0.0))

@@ -132,7 +132,7 @@ def test_fast_jl_is_called_by_name_and_warns(monkeypatch):
 
 def test_fast_jl_says_what_is_wrong(monkeypatch):
     monkeypatch.setitem(sys.modules, "fast_jl", None)
-    with pytest.raises(ModuleNotFoundError, match=r"hf_trak\[fast-jl\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install fast-jl"):
         FastJlProjector(10, 512, 0, "normal", "cuda")
     for arguments, message in [
         ((10, 500, 0, "normal", "cuda"), "multiples of 512"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels import compiler, runtime
-from hf_trak.kernels import compiler as cache
+from hf_trak.kernels import cache, compiler, runtime
 from hf_trak.kernels.arguments import float32_terms, kernels_wanted
 from hf_trak.kernels.dense import accumulate_dense, plan_dense
 from hf_trak.kernels.sources import REDUCE
@@ -31,45 +30,45 @@ def cache_directory(tmp_path, monkeypatch):
 
 
 def test_cubins_are_compiled_once(cache_directory, monkeypatch):
-    first = cache.cubin(REDUCE, "80")
+    first = compiler.cubin(REDUCE, "80")
     (path,) = cache_directory.iterdir()
-    monkeypatch.setattr(cache, "compile_kernel", lambda *_: pytest.fail("compiled twice"))
-    again = cache.cubin(REDUCE, "80")
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: pytest.fail("compiled twice"))
+    again = compiler.cubin(REDUCE, "80")
     assert (again.name, again.image) == (first.name, first.image)
-    assert path == cache.path_of(REDUCE, "80")
+    assert path.name == compiler.name_of(REDUCE, "80")
 
 
 def test_cache_key_is_everything_a_cubin_depends_on(cache_directory, monkeypatch):
-    keys = {cache.path_of(REDUCE, "80"), cache.path_of(REDUCE, "86")}
+    keys = {compiler.name_of(REDUCE, "80"), compiler.name_of(REDUCE, "86")}
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "nvrtc_version", lambda: (99, 1))
-        keys.add(cache.path_of(REDUCE, "80"))
+        patch.setattr(compiler, "nvrtc_version", lambda: (99, 1))
+        keys.add(compiler.name_of(REDUCE, "80"))
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "OPTIONS", ("--std=c++20",))
-        keys.add(cache.path_of(REDUCE, "80"))
+        patch.setattr(compiler, "OPTIONS", ("--std=c++20",))
+        keys.add(compiler.name_of(REDUCE, "80"))
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "source", lambda file: "other")
-        keys.add(cache.path_of(REDUCE, "80"))
+        patch.setattr(compiler, "source", lambda file: "other")
+        keys.add(compiler.name_of(REDUCE, "80"))
     assert len(keys) == 5
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "text"])
 def test_damaged_cubins_are_compiled_again(cache_directory, damage):
     """A half-written file never counts."""
-    good = cache.cubin(REDUCE, "80")
-    path = cache.path_of(REDUCE, "80")
+    good = compiler.cubin(REDUCE, "80")
+    path = cache_directory / compiler.name_of(REDUCE, "80")
     data = path.read_bytes()
     middle = len(data) // 2
     flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     path.write_bytes({"truncate": data[:-7], "flip": flipped, "empty": b"", "text": b"what\n"}[damage])
-    assert cache.cubin(REDUCE, "80").image == good.image
+    assert compiler.cubin(REDUCE, "80").image == good.image
     assert path.read_bytes() == data
 
 
 def test_a_cache_that_cannot_be_written_is_reported(cache_directory, caplog, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "file" / "below"))
-    assert cache.cubin(REDUCE, "80").image[:4] == b"\x7fELF"
+    assert compiler.cubin(REDUCE, "80").image[:4] == b"\x7fELF"
     assert cache.DIRECTORY_VARIABLE in caplog.text
 
 
@@ -78,7 +77,7 @@ def _compile_in_a_process(directory, barrier, results):
 
     os.environ[cache.DIRECTORY_VARIABLE] = directory
     barrier.wait()
-    results.put(cache.cubin(REDUCE, "80").image)
+    results.put(compiler.cubin(REDUCE, "80").image)
 
 
 @pytest.mark.slow

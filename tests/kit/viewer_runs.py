@@ -3,6 +3,8 @@
 import functools
 import os
 import sys
+import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,29 @@ def hostile_run() -> AttributionRun:
     facts = {"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2], "train_rows": count, "labels": names}
     targets = with_scores(rows.select(range(len(BAD))), scores)
     return AttributionRun(targets, rows, None, np.arange(count, dtype=np.float32), counted(scores), facts)
+
+
+def wheel(directory: Path) -> Path:
+    """Write a wheel of this repository, as `python -m build --wheel` makes it, but for the sizes and digests in it."""
+    root, facts = Path(__file__).parents[2], "hf_trak-0.0.1.dist-info"
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needs = [f"Requires-Dist: {one}\n" for one in project["dependencies"]]
+    needs += [
+        f"Requires-Dist: {one} ; extra == '{extra}'\n"
+        for extra, ones in project["optional-dependencies"].items()
+        for one in ones
+    ]
+    path = directory / "hf_trak-0.0.1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            f"{facts}/METADATA", f"Metadata-Version: 2.4\nName: hf_trak\nVersion: 0.0.1\n{''.join(needs)}"
+        )
+        for place, start in ((root / "hf_trak", root), (root / "cuda_ext", root)):
+            for file in place.rglob("*"):
+                if file.is_file() and file.suffix != ".pyc":
+                    inside = file.relative_to(start)
+                    archive.write(file, inside if place.name == "hf_trak" else Path("hf_trak") / inside)
+    return path
 
 
 def child_environment(**more: str) -> dict[str, str]:

@@ -167,7 +167,7 @@ def test_scores_of_another_dataset_or_without_top_k(train, scored, tmp_path):
 
 def test_without_matplotlib_the_error_names_the_extra(train, scored, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf_trak\[report\]'"):
+    with pytest.raises(ImportError, match="pip install matplotlib pillow"):
         image_grid(scored, train, [0], tmp_path / "grid.png")
 
 

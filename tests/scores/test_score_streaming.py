@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.scores.ridge import RidgeSystem, gram_update, ridge_lambda
+from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.streaming import score_blocks, self_influence_blocks
 
 N, K, M, CHECKPOINTS = 97, 24, 6, 3
@@ -37,7 +37,7 @@ def problem():
     qs = [torch.rand(N) for _ in range(CHECKPOINTS)]
     systems = []
     for x in features:
-        gram = gram_update(torch.zeros(K, K, dtype=torch.float64), x)
+        gram = x.double().T @ x.double()
         systems.append(RidgeSystem(gram, ridge_lambda(float(gram.trace()), N, K, 0.1)))
     return features, targets, qs, systems
 

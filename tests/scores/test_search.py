@@ -8,6 +8,7 @@ from digit_models import DigitNet, digits, make, trained_net
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import StoreError
+from hf_trak.scores.search import verify_search
 
 faiss = pytest.importorskip("faiss")
 
@@ -59,6 +60,19 @@ def test_a_saved_index_belongs_to_its_features(attributor, nets, tmp_path):
         other.build_search("Flat", directory=tmp_path / "search")
     with pytest.raises(StoreError, match="Build it again"):
         attributor.build_search("SQ8", directory=tmp_path / "search")
+
+
+def test_damage_to_a_saved_index_is_found(attributor, tmp_path):
+    attributor.build_search("Flat", directory=tmp_path)
+    assert [one.state for one in verify_search(tmp_path)] == ["intact"]
+    path = tmp_path / "vectors.faiss"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    (found,) = verify_search(tmp_path)
+    assert found.state == "damaged" and str(path) in found.detail
+    with pytest.raises(StoreError, match=r"vectors\.faiss is damaged: its checksum"):
+        attributor.build_search("Flat", directory=tmp_path)
 
 
 def test_kinds_that_faiss_does_not_know(attributor):

@@ -325,7 +325,7 @@ def test_a_copy_of_an_index_is_converted(
     """It is checked like any index, and takes the settings that it was published with."""
     store = make_store(tmp_path / "store")
     write_references(store, 1, {"image_embeddings": torch.ones(2, 3)})
-    push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25))
+    push_index(store, "tester/index", token=TOKEN, settings=TrakConfig(lambda_relative=0.25), private=False)
     pull_index("tester/index", tmp_path / "copy")
     arguments = ["--to", str(tmp_path / "small"), "--use_cpu", "--json"]
     assert main(["convert", str(tmp_path / "copy"), *arguments]) == 0

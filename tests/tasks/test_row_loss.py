@@ -180,14 +180,17 @@ def test_features_are_the_gradients_of_minus_the_loss_of_each_row(case: str, tmp
     assert all(bool((shard.out_to_loss == 1).all()) for shard in made.features.store.train(0))
 
 
-def test_a_loss_of_several_rows_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [series, detection])
+def test_a_loss_of_several_rows_is_taken_row_by_row(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    model, rows, _ = series()
-    made = attributor(tmp_path, model.eval(), Dataset.from_list(rows), None, 3)
-    with pytest.raises(
-        ValueError, match=r"loss of shape \(\) for a batch of 3 rows.*per_device_batch_size=1.*loss_fn"
-    ):
-        made.featurize()
+    model, rows, collator = make()
+    made = attributor(tmp_path, model.eval(), as_dataset(rows, collator), collator, 3).featurize()
+    found = torch.cat([shard.grads for shard in made.features.store.train(0)])
+    expected = torch.stack([alone(model, row, collator) for row in rows])
+    assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) <= 1e-5
+    assert "slower iterative engine" in caplog.text and "for a batch of 3 rows" in caplog.text
 
 
 def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:

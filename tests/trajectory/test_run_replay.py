@@ -150,7 +150,7 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_retraining_is_predicted(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 0.0}
+    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.002, "max_grad_norm": 0.0}
     run = recorded(tmp_path, **options)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
 

@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import re
+import time
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from datasets import Audio, Dataset, Features, Image, Value
+from patience import patient
 from PIL import Image as PILImage
 from viewer_runs import BAD, N, hostile_run, image_index, language_index, picture
 
@@ -78,12 +80,12 @@ def test_tokens_add_up_and_are_cut_from_the_text(session: IndexSession) -> None:
 def test_another_ridge_and_checkpoint_count_and_factors_are_kept(session: IndexSession) -> None:
     plain, other = session.ask(Question(TARGET)), session.ask(Question(TARGET, lambda_relative=10.0))
     assert not np.allclose(plain.scores, other.scores, rtol=0.1)
-    kept = len(session._solvers)
+    kept = session._solver.cache_info().currsize
     session.ask(Question({"text": "bad fox sleeps in the barn"}, lambda_relative=10.0))
-    assert len(session._solvers) == kept
+    assert session._solver.cache_info().currsize == kept
     for number in range(8):
         session.ask(Question(TARGET, lambda_relative=1.0 + number))
-    assert len(session._solvers) == 4
+    assert session._solver.cache_info().currsize == 4
     with pytest.raises(ValueError, match="The checkpoints are \\[7\\]"):
         session.ask(Question(TARGET, model_ids=[7]))
 
@@ -171,6 +173,44 @@ def test_rows_as_json() -> None:
     for text in ("", "[1]", "{}", '{"a": ', "[" * 100_000, '{"a": [1, "b"]}'):
         with pytest.raises(ValueError, match="Correct it"):
             form.row({"json": text})
+
+
+def test_a_typed_row_has_the_columns_of_training_rows() -> None:
+    known = Features({"messages": [{"role": Value("string"), "content": Value("string")}]})
+    form = TargetForm.find("causal_lm", known)
+    for name in ("position_ids", "inputs_embeds", "input_ids"):
+        with pytest.raises(ValueError, match=f"1 columns that the training rows lack, such as '{name}'"):
+            form.row({"json": json.dumps({"messages": [{"role": "user", "content": "Hi"}], name: [0]})})
+    for one in (form, TargetForm()):  # with and without known training rows
+        started = time.monotonic()
+        with pytest.raises(ValueError, match="7,000 columns that the training rows lack"):
+            one.row({"json": json.dumps({f"a{number}": 0 for number in range(7000)})})
+        assert time.monotonic() - started < patient(0.5)
+    with pytest.raises(ValueError, match=r"has the fields \['a0'"):
+        TargetForm(("text",)).row({f"a{number}": "b" for number in range(7000)})
+
+
+@pytest.mark.parametrize(
+    "column, values, said",
+    [
+        ("input_ids", [3, -1], "-1 in 'input_ids'"),
+        ("input_ids", [3, 30], "30 in 'input_ids'"),
+        ("labels", [-5, 3], "-5 in 'labels'"),
+        ("labels", [3, 2**40], "1099511627776 in 'labels'"),
+        ("attention_mask", [1, 7], "7 in 'attention_mask'"),
+        ("position_ids", [0, 32], "32 in 'position_ids'"),
+    ],
+)
+def test_numbers_outside_of_a_models_tables_are_refused(
+    session: IndexSession, column: str, values: list[int], said: str
+) -> None:
+    """On a GPU one such number ends the process for everyone."""
+    columns = ("input_ids", "labels", "attention_mask", "position_ids")
+    asking = IndexSession(session.attributor, TargetForm(columns=columns))
+    row = {"input_ids": [3, 4], "labels": [-100, 4], "attention_mask": [1, 1], "position_ids": [0, 1]}
+    assert asking.ask(Question({"json": json.dumps(row)})).whole
+    with pytest.raises(ValueError, match=said):
+        asking.ask(Question({"json": json.dumps({**row, column: values})}))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class PeakMemory:
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
-def gradient_block(case: Case, models: list[nn.Module]) -> Tensor:
+def gradient_block(models: list[nn.Module]) -> Tensor:
     """32 rows of P random numbers, to time projections with."""
     count = sum(parameter.numel() for parameter in models[0].parameters())
     return torch.randn(32, count, generator=torch.Generator().manual_seed(0))

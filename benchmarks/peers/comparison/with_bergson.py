@@ -68,7 +68,7 @@ def attribute(job: Job, clock: Clock) -> Scores:
             found |= ridges(job, config, len(directories))
         if job.timed:
             clock.time("featurize", lambda: build(config("features"), PreprocessConfig()))
-            block = gradient_block(job.case, job.models)
+            block = gradient_block(job.models)
             clock.time("project", lambda: project_global("block/single", block, job.k, "rademacher"))
     return found
 

@@ -54,7 +54,7 @@ def attribute(job: Job, clock: Clock) -> Scores:
             other.cache(train)
             found[f"{relative:g}"] = score(other)
         if job.timed:
-            block = gradient_block(job.case, job.models)
+            block = gradient_block(job.models)
             clock.time("project", lambda: random_project(block, len(block), **own.projector_kwargs)(block, 0))
     return found
 

@@ -36,7 +36,7 @@ def attribute(job: Job, clock: Clock) -> Scores:
     for relative in job.lambdas:
         found[f"{relative:g}"] = score(attributor(lambda_relative=relative))
     if job.timed:
-        block = gradient_block(job.case, job.models)
+        block = gradient_block(job.models)
         projector = make_projector("sjlt", grad_dim=block.shape[1], proj_dim=job.k, seed=job.seed, device="cpu")
         out = torch.zeros(len(block), job.k)
         projector.accumulate(out, block, 0, 0)

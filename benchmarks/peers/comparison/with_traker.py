@@ -81,7 +81,7 @@ def attribute(job: Job, clock: Clock) -> Scores:
             other.load_checkpoint(state, model_id=model_id)
         found[f"{relative:g}"] = score(other)
     if job.timed:
-        block = gradient_block(job.case, job.models)
+        block = gradient_block(job.models)
         projector = BasicProjector(block.shape[1], job.k, job.seed, ProjectionType.rademacher, "cpu")
         clock.time("project", lambda: projector.project(block, 0))
     return found

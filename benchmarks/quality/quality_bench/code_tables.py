@@ -18,8 +18,6 @@ REFERENCE = variant("float32", 16384)
 BEST, SHORTLIST = 10, 0.05
 """How many of the best rows under exact EK-FAC are looked for, and in which share of the rows."""
 
-Found = dict[str, Interval]
-
 
 def report_codes(case: Case, work: Path) -> dict[str, dict[str, float]]:
     """Print the tables of a case, and return their numbers.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from quality_bench.case import Case, trained
@@ -115,7 +114,3 @@ def bare(job: Job, model: nn.Module | None = None) -> Logits:
     """A model that takes `case.inputs` by position and returns logits."""
     names = list(job.case.inputs(job.case.train.select(range(1))))
     return Logits(job.model if model is None else model, names).eval()
-
-
-def set_threads(count: int) -> None:
-    torch.set_num_threads(count)

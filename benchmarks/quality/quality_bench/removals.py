@@ -43,10 +43,16 @@ def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
     targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
     # the seed of the random removals is that of the bank's part, whose trainings then serve again
     plan = removal_plan(chosen, (FRACTION,), controls=controls, targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
+    train_on(plan, "removal", case, bank, job, jobs)
+
+
+def train_on(plan: RemovalPlan, kind: str, case: Case, bank: Bank, job: int, jobs: int) -> str:
+    """Retrain on the subsets of a plan, as a part of the bank, and return its name."""
     retrain = case.retraining(drop="mask", seed=SEED)
-    name = f"removal-{content_digest(plan.to_dict())[:8]}"
+    name = f"{kind}-{content_digest(plan.to_dict())[:8]}"
     bank.add_part(name, plan.masks, protocol=retrain.protocol, removal=plan.to_dict())
     bank.build(name, reusing(bank, retrain, retrain.protocol), job=job, jobs=jobs)
+    return name
 
 
 def _default(scored: Scored) -> np.ndarray:

@@ -12,10 +12,9 @@ import numpy as np
 from hf_trak.evaluation import Bank, evaluate_bank
 from hf_trak.evaluation.bank import judged_parts
 from hf_trak.evaluation.removal import RANDOM, RemovalPlan, evaluate_removal, removal_plan
-from hf_trak.store.sealed import content_digest
-from quality_bench.banks import SEED, open_bank
+from quality_bench.banks import open_bank
 from quality_bench.case import Case
-from quality_bench.removals import TARGETS, reusing
+from quality_bench.removals import TARGETS, train_on
 from quality_bench.scored import judging_targets
 from quality_bench.shortlist import LISTS, Lister
 from quality_bench.shortlist_scores import EXACT, INDEX, RIDGE, refined, scored
@@ -96,11 +95,7 @@ def _removal(case: Case, bank: Bank, ranked: dict[str, np.ndarray], job: int, jo
     targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
     # the seed of the random removals is that of the bank's part, whose trainings then serve again
     plan = removal_plan(ranked, (FRACTION,), targets=targets, random_draws=DRAWS, seed=round(1000 * FRACTION))
-    retrain = case.retraining(drop="mask", seed=SEED)
-    name = f"rerank-{content_digest(plan.to_dict())[:8]}"
-    bank.add_part(name, plan.masks, protocol=retrain.protocol, removal=plan.to_dict())
-    bank.build(name, reusing(bank, retrain, retrain.protocol), job=job, jobs=jobs)
-    return name, plan
+    return train_on(plan, "rerank", case, bank, job, jobs), plan
 
 
 def _table(quality: dict[str, float], shares: dict[str, float], removed: dict[str, Any], count: int, top: int) -> str:

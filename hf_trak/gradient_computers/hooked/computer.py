@@ -276,7 +276,7 @@ class HookedGradientComputer(AbstractGradientComputer):
                     sample_trace = SampleTrace()
                     self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
                     if split.size == 1:  # only a larger batch shows which dimension carries it
-                        self._pass(split.rebuild(_doubled(split)), 2, side, selected, sample_trace, blocks)
+                        self._pass(_doubled(split), 2, side, selected, sample_trace, blocks)
                     self._keep(signature, sample_trace)
                 # 2. Capture the batch.
                 found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
@@ -506,9 +506,9 @@ def _taken_steps(hooked_pass: HookedPass) -> Steps:
     return tuple(steps or ())
 
 
-def _doubled(split: SplitBatch) -> dict[Any, Tensor]:
+def _doubled(split: SplitBatch) -> Batch:
     """Put the sample of a batch of one beside itself."""
-    return {key: torch.cat([tensor, tensor]) for key, tensor in split.mapped.items()}
+    return split.picked([0, 0])
 
 
 def _around(error: UnsupportedError) -> str:

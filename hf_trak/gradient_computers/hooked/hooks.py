@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_trak._compat import own_parameters, unseen_by_modes
 from hf_trak.errors import GradientEngineError
+from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis, UnsupportedError
 from hf_trak.gradient_computers.hooked.batched_op import aligned_rows, sum_rows
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, HookedPass
@@ -82,25 +84,25 @@ def receive_deferred(
     logits.head.receive = receive
 
 
+@dataclass(eq=False)
 class LayerHooks:
-    """Registers hooks for a [`HookedPass`] and takes them away again."""
+    """Registers hooks for a [`HookedPass`] and takes them away again.
 
-    def __init__(self, model: nn.Module, hooked_pass: HookedPass, selected: dict[int, str]) -> None:
-        """
-        Args:
-            model: the model.
-            hooked_pass: the pass.
-            selected: names of the attributed parameters by `id`.
-        """
-        self.model = model
-        self.hooked_pass = hooked_pass
-        self.selected = selected
+    Attributes:
+        model: the model.
+        hooked_pass: the pass.
+        selected: names of the attributed parameters by `id`.
+    """
+
+    model: nn.Module
+    hooked_pass: HookedPass
+    selected: dict[int, str]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Return a context in which the hooks are on the model."""
         handles: list[RemovableHandle] = []
-        try:
+        with removing(handles):
             for name, module in self.model.named_modules():
                 handler = self._handler_for(name, module)
                 if handler is None:
@@ -113,9 +115,6 @@ class LayerHooks:
                     module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True),
                 ]
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _postponing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook so that a pass that other processes make, too, runs to its end before its error is raised."""

@@ -42,6 +42,7 @@ METADATA = "metadata.json"
 EXPERIMENTS = "experiments.json"
 _ID_METADATA = "id_metadata.json"
 _MARKS = "_is_featurized"
+_FLOAT, _MARK = np.dtype(np.float32), np.dtype(np.int32)
 _VERSION = "hf_trak_version"  # the one key of the metadata that does not define features
 
 
@@ -278,9 +279,9 @@ class MmapDirectory:
         features = "Restore it from a copy, or delete it and call `finalize_features` again."
         files = [
             RowFile("grads", directory / "grads.mmap", (n, k), self._dtype, again),
-            RowFile("out_to_loss", directory / "out_to_loss.mmap", (n, 1), np.float32, again),
+            RowFile("out_to_loss", directory / "out_to_loss.mmap", (n, 1), _FLOAT, again),
             RowFile("features", directory / "features.mmap", (n, k), self._dtype, features),
-            RowFile("is_featurized", marks, (n, 1), np.int32, again, checked=False),
+            RowFile("is_featurized", marks, (n, 1), _MARK, again, checked=False),
         ]
         return files[1:] if grads_deleted else files
 
@@ -292,14 +293,14 @@ class MmapDirectory:
         again = f"Restore it from a copy, or delete {directory / f'{marks}.mmap'} and score the targets again."
         return [
             RowFile(grads, directory / f"{grads}.mmap", (m, self._proj_dim), self._dtype, again),
-            RowFile(marks, directory / f"{marks}.mmap", (m, 1), np.int32, again, checked=False),
+            RowFile(marks, directory / f"{marks}.mmap", (m, 1), _MARK, again, checked=False),
         ]
 
     def scores(self, experiment: str, num_targets: int) -> RowFile:
         """Describe the array of an experiment's scores."""
         path = self.save_dir / "scores" / f"{safe_name(experiment, 'exp_name')}.mmap"
         remedy = "Restore it from a copy, or call `finalize_scores` again."
-        return RowFile("scores", path, (self._train_size, num_targets), np.float32, remedy)
+        return RowFile("scores", path, (self._train_size, num_targets), _FLOAT, remedy)
 
     def scores_seed(self, experiment: str, entry: Mapping[str, Any]) -> int:
         """Return the seed of the checksums of an experiment's scores."""

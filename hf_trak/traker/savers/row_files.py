@@ -16,6 +16,7 @@ import os
 import tokenize
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,7 @@ def row_sums(values: np.ndarray, rows: np.ndarray, seed: int) -> np.ndarray:
     return np.fromiter(sums, dtype=np.uint64, count=len(rows))
 
 
+@dataclass(eq=False)
 class RowFile:
     """One file of the format above. It is described when this object is made, and opened by [`~RowFile.open`].
 
@@ -89,18 +91,14 @@ class RowFile:
         sums: `(rows,)`, uint64, memory-mapped; `None` for a file without checksums.
     """
 
-    array: np.memmap
-    sums: np.memmap | None
-
-    def __init__(
-        self, key: str, path: Path, shape: tuple[int, int], dtype: Any, remedy: str, checked: bool = True
-    ) -> None:
-        self.key = key
-        self.path = path
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.remedy = remedy
-        self.checked = checked
+    key: str
+    path: Path
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    remedy: str
+    checked: bool = True
+    array: np.memmap = field(init=False)
+    sums: np.memmap | None = field(init=False)
 
     def open(self, mode: Literal["r", "r+"]) -> "RowFile":
         """Map a file that exists. Its rows are not read.

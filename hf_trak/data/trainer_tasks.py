@@ -1,0 +1,221 @@
+"""The task of a trainer: that of its model where the trainer minimizes the same loss, and else `trainer_loss`."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trak.data.drawn_rows import generators_kept
+from hf_trak.data.images import ImageTokens
+from hf_trak.data.preferences import kind_of, trainer_task
+from hf_trak.data.rows import Collator, RowBatches, forward_columns
+from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
+from hf_trak.modelout_functions.batches import evaluating, size_of
+from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss
+from hf_trak.modelout_functions.registry import infer_task
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, rows_of
+from hf_trak.runtime.sharding import is_sharded
+
+logger = logging.getLogger(__name__)
+
+Task = str | AbstractModelOutput | Callable[..., Tensor]
+
+_SAME = 1e-3
+"""Relative difference up to which two losses, or gradients, are the same, in float32."""
+
+_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError)
+
+_CHECKED_ELEMENTS = 2**20
+"""Parameters whose gradients tell whether rows of a batch mix, at most."""
+
+
+def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator, given: Task | None) -> Task:
+    """Choose the task of a trainer, so that its loss is never replaced by another.
+
+    Args:
+        trainer: the trainer.
+        model: its model, without wrappers.
+        rows: the training rows.
+        collator: the data collator of the features.
+        given: what the user asks for. `"loss"`, `"gauss_newton"`, `"trainer_loss"` and `None` mean the trainer's own.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: the trainer's loss compares rows of a batch with each other, or there is no task for it.
+    """
+    why = _own_loss(trainer)
+    if given is None and why is None:
+        made = trainer_task(trainer, rows)
+        if made is not None:
+            return made
+    if given not in (None, "loss", "gauss_newton", "trainer_loss"):
+        if why is not None:
+            logger.warning(
+                "The task %s is asked for, and the trainer minimizes a loss of its own: %s. Pass "
+                "`task='trainer_loss'`, or none, for that loss.",
+                given if isinstance(given, str) else type(given).__name__,
+                why,
+            )
+        return given  # type: ignore[return-value]  # it is not None
+    name = known_task(model)
+    of: Any = None if name is None else TASKS_OF_MODELS[name]()
+    first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
+    if why is None and given != "trainer_loss":
+        if name is None:
+            why = "no task is known for the model"
+        elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
+            return given or name
+    task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
+    if first is not None:
+        _check_rows(task, model, first)
+    elif name is None:
+        infer_task(model)
+    logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
+    return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
+
+
+def _own_loss(trainer: Any) -> str | None:
+    """Say what makes the loss of a trainer its own, by the trainer's code and settings; `None` if nothing does."""
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return "it has a `compute_loss_func`"
+    if getattr(trainer, "label_smoother", None) is not None:
+        return f"`label_smoothing_factor` is {trainer.args.label_smoothing_factor}"
+    if "compute_loss" in vars(trainer):
+        return "it has a `compute_loss` of its own"
+    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+    package = owner.__module__.partition(".")[0]
+    if package in ("transformers", "sentence_transformers", "builtins") or owner.__name__ == kind_of(trainer):
+        return None
+    if package == "trl" and owner.__name__ == "SFTTrainer":
+        kind = getattr(trainer.args, "loss_type", "nll")
+        if getattr(trainer, "aux_loss_enabled", False):
+            return "it adds the loss of the router of experts"
+        return None if kind in ("nll", "chunked_nll") else f"`loss_type` is {kind!r}"
+    return f"{owner.__name__} overrides `compute_loss`"
+
+
+class _FirstRows:
+    """The first two rows of the training: a batch of each, and one of both."""
+
+    def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
+        columns = forward_columns(model, trainer.args.label_names) if trainer.args.remove_unused_columns else None
+        device = next(model.parameters()).device
+        with generators_kept():
+            batches = RowBatches(rows, collator, columns=columns, device=device, images=ImageTokens.of(model))
+            self.alone = [dict(batches.alone(row).items()) for row in range(min(2, len(rows)))]
+            _, both = next(batches.iterate([range(len(self.alone))]))
+        self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
+
+
+def _first_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> _FirstRows | None:
+    """Collate the first rows; return `None` where they are no batches, which is refused when it comes to them."""
+    if not hasattr(trainer, "compute_loss") or is_sharded(model):
+        return None
+    try:
+        return _FirstRows(trainer, model, rows, collator)
+    except Exception as error:  # whatever a user's dataset or collator may raise
+        logger.debug("The first rows make no batch: %r", error)
+        return None
+
+
+def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows) -> str | None:
+    """Say that the losses of the rows are not those of a task, not even times a number; `None` if they are."""
+    own = TrainerLossModelOutput(trainer)
+    own.bind(model)
+    of.bind(model)
+    found, known, labels = [], [], []
+    try:
+        with evaluating(model):
+            for single in first.alone:
+                found.append(float(own.computed(model, single)))
+                args, kwargs = of.model_inputs(single)
+                known.append(float(of.per_sample_loss(model(*args, **kwargs), single)))
+                labels.append(max(1, int((single["labels"] != -100).sum())) if "labels" in single else 1)
+    except _ERRORS as error:
+        logger.warning("The loss of the trainer could not be compared with the task of the model: %s", error)
+        return None
+    allowed = _allowed(model)
+    for weights in ([1] * len(found), labels):  # sums over labels, or means of them
+        pairs = zip(found, known, weights, strict=True)
+        ratios = [one * weight / other if other else 0.0 for one, other, weight in pairs]
+        if abs(ratios[0] - ratios[-1]) <= allowed * max(map(abs, ratios)) or not any(found):
+            return None
+    return f"rows have the losses {found}, and not {known}"
+
+
+def _allowed(model: torch.nn.Module) -> float:
+    eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
+    return max(_SAME, 20 * eps)
+
+
+def _for_targets(trainer: Any, of: Any, model: torch.nn.Module, first: _FirstRows | None) -> BatchedModelOutput | None:
+    """Return the task of the targets, if it can be computed from what the trainer asks of the model."""
+    if not isinstance(of, HasLoss) or not isinstance(of, BatchedModelOutput) or first is None:
+        return None
+    task = TrainerLossModelOutput(trainer)
+    task.bind(model)
+    of.bind(model)
+    try:
+        with evaluating(model):
+            args, kwargs = task.model_inputs(first.alone[0])
+            of.out_to_loss_grad(model(*args, **kwargs), first.alone[0], "target")
+    except _ERRORS as error:
+        logger.info("Targets are attributed by minus their loss, too, and not by %s: %s", type(of).__name__, error)
+        return None
+    return of
+
+
+def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:
+    """Compare the loss of two rows with those of each of them.
+
+    A loss may weigh the parts of a row (its tokens, beside the row itself) by what other rows have. Two copies of a
+    row then have its gradient, as in no comparison of rows.
+
+    Raises:
+        ValueError: the gradient of the loss of both is no sum of theirs, and the loss compares them.
+    """
+    both, wanted = first.both, list[Tensor]()
+    for parameter in reversed(list(model.parameters())):
+        if parameter.requires_grad and sum(p.numel() for p in wanted) + parameter.numel() <= _CHECKED_ELEMENTS:
+            wanted.append(parameter)
+    if not wanted or both is None:
+        return
+    task.bind(model)
+
+    def gradient(*rows: int) -> Tensor:
+        loss = task.computed(model, rows_of(both, rows, 2))
+        if not loss.requires_grad:
+            return torch.cat([one.new_zeros(one.numel()) for one in wanted]).cpu().double()
+        found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten().cpu().double() for one in found])
+
+    def is_sum(whole: Tensor, *parts: Tensor) -> bool:
+        matrix = torch.stack(parts, 1)
+        shares = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
+        left = whole - (matrix @ shares)[:, 0]
+        return float(left.norm()) <= 10 * _allowed(model) * float(whole.norm())
+
+    with evaluating(model), torch.enable_grad():
+        whole, apart = gradient(0, 1), [gradient(0), gradient(1)]
+        if is_sum(whole, *apart):
+            return
+        least = _SAME * float(whole.norm())
+        copies = [gradient(row, row) for row in range(2)]
+    alike = all(is_sum(copy, one) and float(one.norm()) > least for copy, one in zip(copies, apart, strict=True))
+    if alike:
+        logger.warning(
+            "The loss of two rows is no sum of theirs: `%s` weighs parts of a row by what else is in its batch. Rows "
+            "are attributed by their losses alone.",
+            task.name,
+        )
+        return
+    raise ValueError(
+        f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of two rows is no sum "
+        "of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
+        "`task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
+    )

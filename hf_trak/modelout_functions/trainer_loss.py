@@ -1,0 +1,462 @@
+"""The task `trainer_loss`: the loss that a `transformers.Trainer` minimizes, row by row.
+
+The loss of a row is what `compute_loss` of the trainer returns for the batch of this row alone, as the trainer's own
+collator makes it. Where the trainer counts items (`num_items_in_batch`), it is given 1: the loss is then the sum over
+the labels of the row, its share of the loss of any batch, and not their mean. For the same reason a cross-entropy with
+weights of classes is divided by the number of labels: a mean that divides by the weights leaves none in a row alone.
+
+The model sees a whole batch in one pass. `compute_loss` runs once up to its first call of the model, for the inputs of
+the model, and afterwards once for each row, with that row of what the model returned. A loss that asks for more (one
+that the model computes itself, or a second call of the model) is taken row by row.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from hf_trak.identity.own_code import attribute_names, stored_attributes
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.batches import size_of, takes_positions, with_positions
+from hf_trak.modelout_functions.draws import Draws
+from hf_trak.modelout_functions.function import task_identity
+
+MOST_OUTPUTS = 64
+"""Outputs of a row up to which the second derivatives of its loss are taken, one backward pass for each."""
+
+_PLAIN = bool | int | float | str | None
+
+
+class TrainerLossModelOutput(BatchedModelOutput):
+    """The task `trainer_loss`: f is minus the trainer's own loss of a training row, and q ≡ 1.
+
+    The f of a target is that of the task inside, or minus its loss without one. The module describes the loss.
+    """
+
+    def __init__(self, trainer: Any, of: BatchedModelOutput | None = None) -> None:
+        """
+        Args:
+            trainer (`transformers.Trainer`):
+                The trainer. Its attributes count as they are now.
+            of (`BatchedModelOutput`, *optional*):
+                The task of the targets. `None` takes minus their loss.
+
+        Raises:
+            TypeError: `trainer` has no method `compute_loss`.
+        """
+        super().__init__()
+        if not callable(getattr(trainer, "compute_loss", None)):
+            raise TypeError(
+                f"`trainer` is a {type(trainer).__name__}. Expected a `transformers.Trainer`, whose `compute_loss` is "
+                "the loss of a row. For a function of your own use `RowLossModelOutput(loss_fn)`."
+            )
+        self.of = None if of is None else json.dumps(task_identity(of), sort_keys=True)
+        self.loss = loss_settings(trainer)
+        self._task = of
+        self._class = type(trainer)
+        self._held = dict(vars(trainer))
+        args = copy.copy(trainer.args)
+        args.average_tokens_across_devices = False  # which multiplies by the number of processes
+        self._held |= {"args": args}
+        if "_metrics" in self._held:  # lists that the trainer logs
+            self._held |= {"_metrics": copy.deepcopy(self._held["_metrics"])}
+        self._model: torch.nn.Module | None = None
+        self._positions = False
+        self._row_by_row = False
+
+    @property
+    def name(self) -> str:
+        """Name the method that computes the loss."""
+        return f"{self._class.__name__}.compute_loss"
+
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]  # found out by the first batch
+        """Tell whether a batch of several rows has shown that each has to go through the model alone."""
+        return self._row_by_row
+
+    @property
+    def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
+        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
+        return () if self._task is None else self._task.batch_columns
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return collator if self._task is None else self._task.collator(collator)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._positions = takes_positions(model)
+        if self._task is not None:
+            self._task.bind(model)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise _Called(args, kwargs)
+
+        try:
+            self._computed(call, _as_inputs(batch))
+        except _Called as called:
+            return called.inputs, with_positions(called.named) if self._positions else called.named
+        raise TypeError(
+            f"`{self.name}` returned a loss without calling `model`. Expected a method that computes the loss from "
+            "the output of the model that it is given. Pass `task=`, a function of your own (model_output, batch) -> "
+            "(B,)."
+        )
+
+    def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute the trainer's own loss of every row, differentiable.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`.
+
+        Raises:
+            ValueError: the loss of several rows cannot be told apart, or is no number.
+        """
+        inputs, size = _as_inputs(batch), size_of(batch) or 1
+        if size == 1:
+            return self._of_row(model_output, inputs).reshape(1)
+        if not self._row_by_row:
+            try:
+                outputs = _divided(model_output, size)
+                return torch.stack(
+                    [self._of_row(outputs[row], rows_of(inputs, [row], size), False) for row in range(size)]
+                )
+            except _WholeBatchError:
+                self._row_by_row = True
+        raise ValueError(
+            f"`{self.name}` needs more than the rows of one output of the model, for a batch of {size} rows. Expected "
+            'one row at a time. Set `engine="auto"`, or `per_device_batch_size=1`.'
+        )
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        if side == "target" and self._task is not None:
+            return self._task.output(model_output, batch, side)
+        return -self.per_sample_loss(model_output, batch)
+
+    def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        if side == "target" and self._task is not None:
+            return torch.ones_like(self._task.out_to_loss_grad(model_output, batch, side))
+        with torch.no_grad():
+            return torch.ones_like(self.per_sample_loss(model_output, batch))
+
+    def gauss_newton_weight(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute h of every row, with which ∇L ∇Lᵀ / h has the trace of Jᵀ H J as far as H goes.
+
+        H is the second derivative of the loss L by the outputs of the model, and g the first: h = ‖g‖² / tr H.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: detached.
+
+        Raises:
+            TypeError: a row has too many outputs, or the loss has no curvature in them.
+        """
+        _, slopes, seconds = self._derivatives(model_output, batch)
+        return slopes.square().sum(1) / seconds.diagonal(dim1=1, dim2=2).sum(1).abs().clamp(min=1e-30)
+
+    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
+        """Compute εᵀ H^½ z of every row with ε = ±1 at even odds, whose gradients have the second moment Jᵀ H J.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch: the outputs z.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+            draws (`Draws`):
+                The draws of ε.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: differentiable. Negative curvature of H counts as none.
+
+        Raises:
+            TypeError: a row has too many outputs, or the loss has no curvature in them.
+        """
+        outputs, _, seconds = self._derivatives(model_output, batch)
+        values, vectors = torch.linalg.eigh(seconds)
+        signs = torch.where(draws.uniforms(torch.ones_like(values, dtype=torch.bool)) < 0.5, -1.0, 1.0).to(values)
+        along = (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ signs.unsqueeze(2)
+        return (along.squeeze(2) * outputs).sum(1)
+
+    def _derivatives(self, model_output: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the K outputs of every row that its loss depends on `(B, K)`, and two derivatives of the loss."""
+        size = size_of(batch) or 1
+        leaves, spec = tree_flatten(model_output)
+        places = [
+            place
+            for place, one in enumerate(leaves)
+            if isinstance(one, Tensor) and one.is_floating_point() and one.ndim and one.shape[0] == size
+        ]
+        given = list(leaves)
+        with torch.enable_grad():
+            for place in places:
+                given[place] = leaves[place].detach().requires_grad_()
+            losses = self.per_sample_loss(tree_unflatten(given, spec), batch).sum()
+            found = torch.autograd.grad(losses, [given[p] for p in places], create_graph=True, allow_unused=True)
+            used = [(place, slope.flatten(1)) for place, slope in zip(places, found, strict=True) if slope is not None]
+            count = sum(slope.shape[1] for _, slope in used)
+            inputs = [given[place] for place, _ in used]
+            columns = [column for _, slope in used if count <= MOST_OUTPUTS for column in slope.unbind(1)]
+            seconds = [
+                torch.autograd.grad(one.sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+                for one in columns
+                if one.requires_grad
+            ]
+        if not seconds or not any(bool(part.any()) for parts in seconds for part in parts):
+            raise TypeError(
+                f"`{self.name}` depends on {count} outputs of the model for a row, and has no second derivatives at "
+                f"hand. Expected a curved loss of at most {MOST_OUTPUTS} outputs for a Gauss-Newton matrix. Use "
+                '`curvature.labels="empirical"`, or features without a curvature.'
+            )
+        matrix = torch.stack([torch.cat([part.flatten(1) for part in parts], 1) for parts in seconds], 1)
+        outputs = torch.cat([leaves[place].flatten(1) for place, _ in used], 1)
+        return outputs, torch.cat([slope for _, slope in used], 1).detach(), (matrix + matrix.mT) / 2
+
+    def computed(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Compute the loss of a whole batch as the trainer does, a scalar, with its graph.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+            batch (`Batch`):
+                The batch. That of one row has the loss of the row.
+
+        Raises:
+            ValueError: the result is no single number.
+        """
+        return self._computed(model, _as_inputs(batch))
+
+    def _of_row(self, model_output: Any, inputs: dict[str, Any], alone: bool = True) -> Tensor:
+        """Compute the loss of one row whose first call of the model is answered already."""
+        answers = [model_output]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if answers:
+                return answers.pop()
+            self._row_by_row = True  # its weights are those of the module, whatever an engine puts in their place
+            if not alone or self._model is None:
+                raise _WholeBatchError
+            return self._model(*args, **kwargs)
+
+        return self._computed(call, inputs)
+
+    def _computed(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+        """Call `compute_loss` on a copy of the trainer, with a function or a module in place of the model."""
+        view = object.__new__(self._class)
+        vars(view).update(self._held)
+        model = call if isinstance(call, torch.nn.Module) else _Answering(self._model, call)
+        vars(view).update(model=model, model_wrapped=model)
+        items = _item_count(view, inputs)
+        with _WeightsKept():
+            loss = view.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        if isinstance(loss, _OfTheBatch):
+            raise _WholeBatchError
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.100}"
+            raise ValueError(
+                f"`{self.name}` returned {given}. Expected the loss as one number. Pass `task=`, a function of your "
+                "own (model_output, batch) -> (B,)."
+            )
+        return loss.reshape(())
+
+
+def _as_inputs(batch: Batch) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer takes. "
+            "Use the data collator of the trainer."
+        )
+    return dict(batch.items())
+
+
+def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:
+    """Take some rows of a batch: of its tensors, and of lists of as many entries.
+
+    Args:
+        inputs (`Mapping`):
+            The batch.
+        rows (`Sequence[int]`):
+            The positions of the rows.
+        size (`int`):
+            The number of rows of the batch.
+    """
+    taken = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
+            taken[name] = value[list(rows)]
+        elif isinstance(value, list | tuple) and len(value) == size:
+            taken[name] = [value[row] for row in rows]
+        else:
+            taken[name] = value
+    return taken
+
+
+def _item_count(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
+    """Return 1 where the trainer counts the items of a batch, and `None` where it does not."""
+    count = getattr(trainer, "get_batch_samples", None)
+    device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
+    counted = None if count is None else count(iter([inputs]), 1, device)[1]
+    return None if counted is None else torch.ones((), device=device)
+
+
+class _Called(BaseException):
+    """Ends `compute_loss` at its first call of the model. No `except Exception` of a trainer catches it."""
+
+    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs, self.named = inputs, named
+
+
+class _WholeBatchError(Exception):
+    """The loss of a row needs more than the row of one output of the model."""
+
+
+class _Answering:
+    """Stands for the model in all but its forward pass."""
+
+    def __init__(self, model: torch.nn.Module | None, call: Callable[..., Any]) -> None:
+        self._of, self.forward = model, call
+
+    @property
+    def __class__(self) -> Any:  # trainers ask for the class of the model
+        return type(self._of)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+
+class _OfTheBatch:
+    """Stands for a number that the model returned for the whole batch, such as a loss: no row has one."""
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise _WholeBatchError
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _WholeBatchError
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
+    __neg__ = __pow__ = __getattr__ = __getitem__ = __iter__ = __float__ = __bool__ = _refused
+
+
+def _divided(model_output: Any, size: int) -> list[Any]:
+    """Divide what the model returned for a batch into rows of one."""
+    pieces: dict[int, Sequence[Tensor]] = {}
+
+    def row(value: Any, place: int) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: each(getattr(value, f.name), place) for f in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 0 or value.shape[0] != size:
+            return _OfTheBatch()
+        # the gradients of `split` are joined once, those of slices are added up in a tensor of zeros each
+        return pieces.setdefault(id(value), value.split(1))[place]
+
+    def each(value: Any, place: int) -> Any:
+        return tree_map(lambda one: row(one, place), value)
+
+    return [each(model_output, place) for place in range(size)]
+
+
+class _WeightsKept(TorchFunctionMode):
+    """Divides a cross-entropy with weights of classes by the number of labels, and not by the sum of their weights."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.cross_entropy, functional.nll_loss):
+            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            target, mean = given["target"], given.get("reduction", "mean") == "mean"
+            # a mean over probabilities of classes is divided by their number anyway
+            if mean and given.get("weight") is not None and not target.is_floating_point():
+                labels = (target != given.get("ignore_index", -100)).sum().clamp(min=1)
+                return func(**{**given, "reduction": "sum"}) / labels
+        return func(*args, **kwargs)
+
+
+def loss_settings(trainer: Any) -> dict[str, Any]:
+    """Collect what the loss of a trainer depends on beside model and rows, for the identity of its task.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The trainer.
+
+    Returns:
+        `dict`: the method and those that it mentions, the function of the loss, the factor of label smoothing, and the
+        attributes and arguments of the trainer that these methods read.
+    """
+    classes = _own_classes(trainer)
+    methods = _mentioned_methods(trainer, classes)
+    codes = [code for code in map(_code_of, methods.values()) if code is not None]
+    read = set[str]().union(*map(attribute_names, codes))
+    read -= _of_every_trainer(trainer).union(*map(stored_attributes, codes))
+    smoother, kept = getattr(trainer, "label_smoother", None), dict[str, Any]()
+    for values in (*map(vars, classes), vars(trainer)):
+        kept |= {name: values[name] for name in sorted(read & set(values)) if not _is_method(values[name])}
+    arguments = {name: value for name, value in vars(trainer.args).items() if name in read}
+    return {
+        "methods": methods,
+        "function": getattr(trainer, "compute_loss_func", None),
+        "label_smoothing": None if smoother is None else float(smoother.epsilon),
+        "attributes": kept,
+        "arguments": {name: value for name, value in sorted(arguments.items()) if isinstance(value, _PLAIN)},
+    }
+
+
+def _own_classes(trainer: Any) -> list[type]:
+    """List the classes of a trainer below those of transformers, most derived last."""
+    known = ("transformers", "builtins", "abc", "typing")
+    return [cls for cls in reversed(type(trainer).__mro__) if cls.__module__.partition(".")[0] not in known]
+
+
+def _is_method(value: Any) -> bool:
+    return isinstance(value, property) or _code_of(value) is not None
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _mentioned_methods(trainer: Any, classes: Sequence[type]) -> dict[str, Any]:
+    """Collect `compute_loss` of all classes, and every method that it mentions, by class and name."""
+    owners = [*((cls.__qualname__, vars(cls)) for cls in classes), ("the trainer", vars(trainer))]
+    taken: dict[str, Any] = {}
+    seen, left = {"compute_loss"}, ["compute_loss"]
+    while left:
+        name = left.pop()
+        for owner, members in owners:
+            if name in members and (code := _code_of(members[name])) is not None:
+                taken[f"{owner}.{name}"] = getattr(members[name], "__func__", members[name])
+                left += sorted(attribute_names(code) - seen)
+                seen |= attribute_names(code)
+    return dict(sorted(taken.items()))
+
+
+def _of_every_trainer(trainer: Any) -> set[str]:
+    """List the attributes that the class of transformers assigns itself, which are no settings of a loss."""
+    base = next((cls for cls in type(trainer).__mro__ if cls.__module__ == "transformers.trainer"), object)
+    codes = [code for code in map(_code_of, vars(base).values()) if code is not None]
+    return set[str]().union(*map(stored_attributes, codes))

@@ -1,0 +1,373 @@
+"""The task `trainer_loss`: the loss of a trainer against plain autograd on rows that its collator made alone."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset
+from test_row_loss import boxed, detection
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.errors import ConfigMismatchError
+from hf_trak.modelout_functions import GaussNewtonModelOutput, TrainerLossModelOutput
+from hf_trak.modelout_functions.draws import Draws
+
+WEIGHTS = torch.tensor([1.0, 10.0, 0.1])
+SIZES: dict[str, Any] = {
+    "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+ROWS = 6
+
+
+def tokenizer() -> hf.PreTrainedTokenizerFast:
+    words = {word: place for place, word in enumerate(["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopq"])}
+    made = Tokenizer(models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def bert(kind: Any = hf.BertForSequenceClassification, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(hf.BertConfig(**{**SIZES, "num_labels": 3, **options})).eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32)).eval()
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, hidden_size=16, **heads)).eval()
+
+
+def rows(**columns: Any) -> Dataset:
+    """Rows of tokens of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 20, (5 + 2 * (row % 3),), generator=generator).tolist() for row in range(ROWS)]
+    return Dataset.from_dict({"input_ids": ids, **columns})
+
+
+def classes() -> Dataset:
+    return rows(labels=[row % 3 for row in range(ROWS)])
+
+
+class Weighted(hf.Trainer):
+    """The example of the documentation of transformers, whose mean divides the weights out of a row alone."""
+
+    weights = WEIGHTS
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.CrossEntropyLoss(weight=self.weights)(outputs.logits.view(-1, 3), labels.view(-1))
+        return (loss, outputs) if return_outputs else loss
+
+
+class WeightedRows(hf.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        losses = functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
+        loss = (losses * WEIGHTS[inputs["labels"]]).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Binary(hf.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = self.model(**inputs).logits.squeeze(-1)
+        return functional.binary_cross_entropy_with_logits(logits, labels.float())
+
+
+class Contrastive(hf.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        inputs.pop("labels")
+        vectors = functional.normalize(model(**inputs).logits, dim=-1)
+        return functional.cross_entropy(vectors @ vectors.T / 0.1, torch.arange(len(vectors)))
+
+
+class TwoCalls(hf.Trainer):
+    """The model is asked twice, as by R-Drop."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        first = model(**inputs)
+        kinds = torch.ones_like(inputs["input_ids"])
+        second = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], token_type_ids=kinds)
+        apart = functional.kl_div(
+            first.logits.log_softmax(-1), second.logits.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+        return first.loss + 0.3 * apart
+
+
+class TwoHeads(hf.BertPreTrainedModel):
+    """A model with tasks of its own, whose trainer adds their losses."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.kind, self.size = hf.BertModel(config), nn.Linear(16, 3), nn.Linear(16, 1)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        hidden = self.bert(input_ids, attention_mask=attention_mask).pooler_output
+        return {"kind": self.kind(hidden), "size": self.size(hidden).squeeze(-1)}
+
+
+class MultiTask(hf.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        kinds, sizes = inputs.pop("labels"), inputs.pop("sizes")
+        made = model(**inputs)
+        return functional.cross_entropy(made["kind"], kinds) + 0.5 * functional.mse_loss(made["size"], sizes)
+
+
+class OwnLoss(hf.BertForSequenceClassification):
+    """A model whose own forward weighs classes."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            made["loss"] = (functional.cross_entropy(made.logits, labels, reduction="none") * WEIGHTS[labels]).mean()
+        return made
+
+
+def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logs = outputs.logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    return -((1 - logs.exp()) ** 2 * logs).sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def made(tmp_path: Path, kind: Any, model: Any, given: Any, collator: Any = None, **options: Any) -> Any:
+    own = {name: options.pop(name) for name in ("compute_loss_func",) if name in options}
+    args = hf.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **options)
+    words = None if isinstance(given, list) else tokenizer()
+    return kind(model, args, collator, given, processing_class=words, **own)
+
+
+def boxes(tmp_path: Path) -> Any:
+    torch.manual_seed(0)
+    model, given, _ = detection()
+    return made(tmp_path, hf.Trainer, model.eval(), given, boxed, remove_unused_columns=False)
+
+
+def distilled(tmp_path: Path) -> Any:
+    pytest.importorskip("trl")
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    words = tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    said = [["a b", "c d e"], ["f g h", "b"], ["c", "d e f g"], ["a c", "i j k"]]
+    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in said]
+    args = GKDConfig(str(tmp_path / "out"), use_cpu=True, report_to=[], bf16=False, max_length=None)
+    teacher = llama()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    given = Dataset.from_dict({"messages": chats})
+    return GKDTrainer(llama(), teacher, args=args, train_dataset=given, processing_class=words)
+
+
+CASES: dict[str, Any] = {
+    "weighted": lambda path: made(path, Weighted, bert(), classes()),
+    "weighted rows": lambda path: made(path, WeightedRows, bert(), classes()),
+    "focal": lambda path: made(path, hf.Trainer, bert(), classes(), compute_loss_func=focal),
+    "smoothed": lambda path: made(path, hf.Trainer, bert(), classes(), label_smoothing_factor=0.2),
+    "smoothed language model": lambda path: made(
+        path, hf.Trainer, gpt2(), rows(), hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        label_smoothing_factor=0.2,
+    ),
+    "binary": lambda path: made(path, Binary, bert(num_labels=1), rows(labels=[0, 1, 1, 0, 1, 0])),
+    "two calls": lambda path: made(path, TwoCalls, bert(), classes()),
+    "two heads": lambda path: made(
+        path, MultiTask, bert(TwoHeads), classes().add_column("sizes", [0.5, 1.0, -1.0, 2.0, 0.0, 3.0]),
+        remove_unused_columns=False,
+    ),
+    "the model's own": lambda path: made(path, hf.Trainer, bert(OwnLoss), classes()),
+    "boxes": boxes,
+    "distilled": distilled,
+}  # fmt: skip
+
+
+def config(tmp_path: Path, **options: Any) -> TrakConfig:
+    return TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, **options)
+
+
+def alone(trainer: Any, row: int) -> Tensor:
+    """Plain autograd of minus the trainer's loss of a row that its own collator made."""
+    given = trainer.train_dataset[row]
+    if isinstance(trainer.train_dataset, Dataset) and trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        given = {name: value for name, value in given.items() if name in trainer._signature_columns}
+    batch = dict(trainer.data_collator([given]))
+    label = int(batch["labels"]) if type(trainer) is Weighted else None
+    counted = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
+    loss = trainer.compute_loss(
+        trainer.model, batch, num_items_in_batch=None if counted is None else torch.tensor(1.0)
+    )
+    if label is not None:
+        loss = loss * WEIGHTS[label]  # which the mean over one row has divided out
+    wanted = [p for p in trainer.model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(-loss, wanted, allow_unused=True, materialize_grads=True)
+    return torch.cat([one.flatten() for one in found])
+
+
+def features(own: TrakAttributor) -> Tensor:
+    return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
+
+
+@pytest.mark.parametrize("task", [None, "loss"])
+@pytest.mark.parametrize("case", CASES)
+def test_features_are_the_gradients_of_minus_the_trainers_loss(case: str, task: Any, tmp_path: Path) -> None:
+    trainer = CASES[case](tmp_path)
+    expected = torch.stack([alone(trainer, row) for row in range(len(trainer.train_dataset))])
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path, per_device_batch_size=4), task=task)
+    assert isinstance(own.task, TrainerLossModelOutput)
+    error = (features(own) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert bool((expected.norm(dim=1) > 1e-4).all())
+    assert float(error.max()) <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["weighted", "focal", "smoothed", "binary", "two heads"])
+def test_one_pass_serves_a_batch(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_trak"):
+        TrakAttributor.from_trainer(CASES[case](tmp_path), config(tmp_path, per_device_batch_size=4)).featurize()
+    assert "by the hooked engine" in caplog.text
+
+
+def test_weights_of_classes_stay_in_proportion(tmp_path: Path) -> None:
+    """The gradient of the loss of all rows in one batch is the sum of the features, but for one factor."""
+    trainer = CASES["weighted"](tmp_path)
+    kept = [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
+    loss = trainer.compute_loss(trainer.model, dict(trainer.data_collator(kept)))
+    whole = torch.cat([one.flatten() for one in torch.autograd.grad(-loss, list(trainer.model.parameters()))])
+    found = features(TrakAttributor.from_trainer(trainer, config(tmp_path))).sum(0)
+    torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-6, rtol=0)
+
+
+def test_a_trainer_with_the_loss_of_its_model_keeps_the_task_of_the_model(tmp_path: Path) -> None:
+    for model, given, name in (
+        (bert(), classes(), "TextClassificationModelOutput"),
+        (bert(num_labels=1), rows(labels=[float(row) for row in range(ROWS)]), "RegressionModelOutput"),
+        (
+            bert(problem_type="multi_label_classification"),
+            rows(labels=[[float(row % 2), 1.0, 0.0] for row in range(ROWS)]),
+            "MultiLabelClassificationModelOutput",
+        ),
+    ):
+        own = TrakAttributor.from_trainer(made(tmp_path, hf.Trainer, model, given), config(tmp_path))
+        assert type(own.task).__name__ == name
+    trainer = made(tmp_path, hf.Trainer, bert(), classes())
+    assert isinstance(
+        TrakAttributor.from_trainer(trainer, config(tmp_path), task="trainer_loss").task, TrainerLossModelOutput
+    )
+
+
+def test_another_task_is_taken_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = CASES["focal"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="text_classification")
+    assert type(own.task).__name__ == "TextClassificationModelOutput"
+    assert "`compute_loss_func`" in caplog.text and "task='trainer_loss'" in caplog.text
+
+
+def test_a_loss_between_rows_is_refused(tmp_path: Path) -> None:
+    trainer = made(tmp_path, Contrastive, bert(), classes())
+    with pytest.raises(ValueError, match=r"`Contrastive\.compute_loss` compares the rows of a batch"):
+        TrakAttributor.from_trainer(trainer, config(tmp_path))
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
+    trainer = CASES["weighted"](tmp_path)
+    trainer._set_signature_columns_if_needed()
+    before, weights = dict(vars(trainer)), {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.model.train()
+    TrakAttributor.from_trainer(trainer, config(tmp_path))
+    assert trainer.model.training and vars(trainer) == before
+    assert all(torch.equal(p, weights[n]) and p.grad is None for n, p in trainer.model.named_parameters())
+
+
+class Scaled(Weighted):
+    def __init__(self, *args: Any, factor: float = 1.0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.factor = factor
+        self.weights = WEIGHTS.clone()
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return self.factor * super().compute_loss(model, inputs, return_outputs, **more)
+
+
+def test_the_loss_is_part_of_the_identity_of_the_store(tmp_path: Path) -> None:
+    first = made(tmp_path, partial(Scaled, factor=2.0), bert(), classes())
+    TrakAttributor.from_trainer(first, config(tmp_path)).featurize()
+    again = made(tmp_path, partial(Scaled, factor=2.0), bert(), classes())
+    again.state.global_step, again.current_flos = 3, 7.0  # as after a training
+    TrakAttributor.from_trainer(again, config(tmp_path)).featurize()
+    other = made(tmp_path, partial(Scaled, factor=2.0), bert(), classes())
+    other.weights[0] = 2.0
+    smoothed = made(tmp_path, partial(Scaled, factor=2.0), bert(), classes(), label_smoothing_factor=0.1)
+    for changed in (made(tmp_path, partial(Scaled, factor=3.0), bert(), classes()), other, smoothed):
+        with pytest.raises(ConfigMismatchError, match="task"):
+            TrakAttributor.from_trainer(changed, config(tmp_path)).featurize()
+
+
+def test_targets_have_the_task_of_the_model(tmp_path: Path) -> None:
+    """The sum of the columns of a linear kernel: −∇L of rows against the margins of targets."""
+    trainer = CASES["weighted"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path))
+    found = features(own)
+    batch = dict(trainer.data_collator([{n: trainer.train_dataset[1][n] for n in ("input_ids", "labels")}]))
+    logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+    margin = logits[1] - logits[[0, 2]].logsumexp(0)
+    taken = torch.autograd.grad(margin, list(trainer.model.parameters()))
+    target = torch.cat([one.flatten() for one in taken])
+    scored = own.attribute(trainer.train_dataset.select([1]), top_k=ROWS, method="index")
+    gram = found.T.double() @ found.double()
+    ridge = own.args.lambda_relative * float(gram.trace()) / min(found.shape)
+    expected = found.double() @ torch.linalg.solve(gram + ridge * torch.eye(len(gram)).double(), target.double())
+    order = scored[0]["trak_indices"]
+    torch.testing.assert_close(torch.tensor(scored[0]["trak_scores"]), expected[order].float(), rtol=1e-3, atol=1e-6)
+
+
+def test_a_gauss_newton_matrix_of_the_trainers_loss(tmp_path: Path) -> None:
+    """XᵀX of the task `gauss_newton` has the trace of Σ Jᵀ H J, which drawn outputs have on average."""
+    trainer = CASES["weighted"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="gauss_newton")
+    assert isinstance(own.task, GaussNewtonModelOutput)
+    found = features(own).double()
+    task = TrainerLossModelOutput(trainer)
+    model = trainer.model
+    task.bind(model)
+    expected = right = drawn = 0.0
+    for row, given in enumerate(trainer.train_dataset):
+        batch = dict(trainer.data_collator([{name: given[name] for name in ("input_ids", "labels")}]))
+        result = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        chances = result.logits[0].softmax(0).detach().double()
+        weight = float(WEIGHTS[int(batch["labels"])])
+        curved = weight * (chances.diag() - torch.outer(chances, chances))
+        rows_of_j = [
+            torch.cat([one.flatten() for one in torch.autograd.grad(z, list(model.parameters()), retain_graph=True)])
+            for z in result.logits[0]
+        ]
+        jacobian = torch.stack(rows_of_j).double()
+        norms = jacobian @ jacobian.T
+        slope = weight * (chances - functional.one_hot(batch["labels"][0], 3).double())
+        expected += float(slope @ norms @ slope * curved.trace() / slope.square().sum())
+        right += float((norms * curved).sum())
+        for seed in range(200):
+            f = task.sampled_log_likelihood(result, batch, Draws(seed, torch.tensor([row])))
+            (along,) = torch.autograd.grad(f, result.logits, retain_graph=True)
+            drawn += float(along[0].double() @ norms @ along[0].double()) / 200
+    assert float(found.square().sum()) == pytest.approx(expected, rel=1e-4)
+    assert drawn == pytest.approx(right, rel=0.05)
+
+
+def test_many_outputs_have_no_gauss_newton_weight(tmp_path: Path) -> None:
+    trainer = CASES["smoothed language model"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="gauss_newton")
+    with pytest.raises(TypeError, match=r"depends on \d+ outputs of the model.*at most 64.*empirical"):
+        own.featurize()
