@@ -19,7 +19,9 @@ from hf_trak.data.reference_log_probs import with_references
 from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
+from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
+from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.converting import converted
@@ -608,6 +610,46 @@ class TrakAttributor:
             StoreError: the record is damaged.
         """
         return RunReplay(self.features, Replay(of="run", **options)).summary()
+
+    def verify_replay(
+        self,
+        eval_dataset: Any,
+        make_trainer: Callable[[Any, int], Any],
+        share: float = 0.05,
+        *,
+        method: Replay | None = None,
+        seed: int = 0,
+    ) -> ReplayCheck:
+        """Train once more without a random share of the rows, and compare what the replay predicts for every target.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The targets.
+            make_trainer (`Callable`):
+                `make_trainer(rows, seed)` returns the trainer of the run with the weights before it, as for
+                [`~hf_trak.evaluation.TrainerRetraining`]. It is to ignore `seed`, so that rows come in the same order.
+            share (`float`, *optional*, defaults to 0.05):
+                The share of the training rows to leave out.
+            method ([`~hf_trak.Replay`], *optional*):
+                What is verified. By default `Replay(of="run")`.
+            seed (`int`, *optional*, defaults to 0):
+                Seed of the choice of the rows.
+
+        Returns:
+            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation.
+
+        Raises:
+            ValueError: `share` leaves out no row, or all of them; or the loss of the trainer cannot be masked.
+            All that [`~TrakAttributor.attribute`] raises.
+        """
+        chosen = Replay(of="run") if method is None else method
+        scored = self.attribute(eval_dataset, top_k=None, method=chosen).with_format("numpy")
+        given = (eval_dataset, self.task, self.features.data_collator, self.args.batch_size)
+        outputs = model_outputs(self.model, *given)
+        retraining = TrainerRetraining(
+            make_trainer, self.train_dataset, *given[:3], batch_size=self.args.batch_size, drop="mask"
+        )
+        return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share, seed)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.

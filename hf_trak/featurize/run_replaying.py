@@ -24,6 +24,7 @@ from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
+from hf_trak.store.shards import Identity
 from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
@@ -141,7 +142,7 @@ class RunReplay:
         planned = []
         for part in self._parts(question.m):
             place = directory / f"targets-{part.start:06d}-{part.stop:06d}"
-            identity = {"replay": digest, "first": part.start}
+            identity: Identity = {"replay": digest, "first": part.start}
             planned.append((part, BackwardSweep(path, options, place, identity, n)))
         return planned
 

@@ -107,7 +107,11 @@ def hyperparameters(trainer: Any, model: torch.nn.Module, layout: ParameterLayou
 
 
 def optimizer_groups(optimizer: Any) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return the kind of an optimizer, and the numbers of each of its groups."""
+    """Return the kind of an optimizer, and the numbers of each of its groups.
+
+    Raises:
+        HfTrakError: it is none whose steps are known here.
+    """
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise HfTrakError(f"The optimizer of the run is {type(optimizer).__module__}.{name}. {_NOT_YET}")
@@ -176,7 +180,11 @@ def _rates(trainer: Any, optimizer: Any, steps: int, total: int) -> Tensor:
 
 
 def membership(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout) -> Tensor:
-    """Return the group of every attributed parameter, `(P,)`."""
+    """Return the group of every attributed parameter, `(P,)`.
+
+    Raises:
+        HfTrakError: the attributed parameters are not the trained ones.
+    """
     places = {id(value): index for index, group in enumerate(optimizer.param_groups) for value in group["params"]}
     own = dict(model.named_parameters())
     trained = {name for name, value in own.items() if id(value) in places and value.requires_grad}

@@ -204,10 +204,8 @@ class StepPasses:
             if not places:
                 continue
             index = torch.tensor(places, device=directions.device)
-            split = SplitBatch.of(batch)
             self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
-            part = split.rebuild({key: value[index] for key, value in split.mapped.items()})
-            total += self._curvatures[form].products(part, directions)
+            total += self._curvatures[form].products(SplitBatch.of(batch).picked(places), directions)
         return total
 
 

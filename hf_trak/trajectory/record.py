@@ -309,7 +309,7 @@ class RunRecord:
             yield RecordedStep(batches, tuple(rates[index]), norms[index])
 
     def _scale(self, items: float, passes: int) -> float:
-        """Return the factor of the loss of a pass, of which a step has so many in all processes.
+        """Return the factor of the loss of a pass, where a step has so many in all processes.
 
         `Trainer` divides by the number of passes unless the model has counted labels, of its own process or of all.
         """

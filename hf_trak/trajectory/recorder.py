@@ -121,7 +121,11 @@ class RunRecorder:
             self._passes.append((_loss_of(output), kwargs.get("num_items_in_batch")))
 
     def pass_done(self) -> None:
-        """Note the rows of a pass. Losses stay on their device until the state is written."""
+        """Note the rows of a pass. Losses stay on their device until the step is done.
+
+        Raises:
+            HfTrakError: the batch did not come from the trainer's sampler.
+        """
         rows = self._drawn[self._place] if self._place < len(self._drawn) else []
         if not rows:
             raise HfTrakError(
@@ -134,7 +138,7 @@ class RunRecorder:
         self._batches.append((rows, *one))
 
     def before_update(self) -> None:
-        """Note the learning rates and the norm of the gradient, with which the optimizer takes its next step."""
+        """Note the learning rates and the norm of the gradient of the optimizer's next step."""
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
@@ -248,7 +252,7 @@ def dropout_of(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"`{name}`, p = {module.p}"
-    settings = getattr(getattr(model, "config", None), "to_dict", dict)()
+    settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     functional = ("attention_dropout", "layerdrop", "hidden_dropout", "activation_dropout", "drop_path_rate")
     found = {name: settings[name] for name in functional if isinstance(settings.get(name), float) and settings[name]}
     return ", ".join(f"`{name}={value}`" for name, value in found.items())

@@ -162,7 +162,7 @@ class SavedRun:
                 )
             epoch = 0
             while True:
-                if hasattr(inner, "set_epoch"):
+                if inner is not None and hasattr(inner, "set_epoch"):
                     inner.set_epoch(epoch)
                 assert sampler is not None
                 yield [[int(row) for row in batch] for batch in sampler]

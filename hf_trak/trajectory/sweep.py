@@ -128,7 +128,8 @@ class BackwardSweep:
         }
         read = read_tensors(self._file("state", step), {**self.identity, "step": step}, specs)
         weights, moments = (read[name].clone().to(self.device) for name in specs)
-        return State(weights, Moments(*moments, steps=step))
+        first, second, noise = moments
+        return State(weights, Moments(first, second, noise, step))
 
     def _write_state(self, step: int, state: State) -> None:
         moments = torch.stack([state.moments.first, state.moments.second, state.moments.noise])
@@ -227,9 +228,9 @@ class BackwardSweep:
             rows = sum(len(one.rows) for one in self.path.steps)
             with RowProgress(rows * (2 + (self.part < self.count)), what, show=show, announce=show) as progress:
                 self._run(targets.to(self.device, self.dtype), progress)
-            for kind in ("state", "back"):
-                for step in self._files(kind):
-                    self._file(kind, step).unlink(missing_ok=True)
+        for kind in ("state", "back"):
+            for step in self._files(kind):
+                self._file(kind, step).unlink(missing_ok=True)
         return self.result(len(targets))
 
     def _run(self, targets: Tensor, progress: RowProgress) -> None:

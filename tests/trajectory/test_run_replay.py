@@ -149,6 +149,21 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
     assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
 
 
+def test_a_retraining_is_predicted(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.002, "max_grad_norm": 0.0}
+    run = recorded(tmp_path, **options)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+
+    def make(rows: Any, seed: int) -> Any:
+        return trainer(tmp_path, rows=rows, **options)
+
+    found = attributor.verify_replay(EVAL, make, 0.2)
+    assert len(found.dropped) == 2
+    assert found.r_squared > 0.95
+    with pytest.raises(ValueError, match="leaves out 0 of 10 rows"):
+        attributor.verify_replay(EVAL, make, 0.01)
+
+
 def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     every = scores_of(replayed(run, tmp_path, PLAIN))
