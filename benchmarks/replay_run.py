@@ -110,6 +110,10 @@ METHODS = {
     "smoothed, every 20": (20, Replay(of="run")),
     "first and last": (1000, Replay(of="run")),
     "first and last, a fifth": (1000, Replay(of="run", hessian_share=0.2)),
+    "recipe": (1000, Replay()),
+    "recipe, 30 rows": (1000, Replay(rows=30)),
+    "recipe, 30 rows, Hessian": (1000, Replay(rows=30, form="hessian")),
+    "recipe, 15 steps": (1000, Replay(steps=15)),
     "exact": (1, Exact()),
     "index": (1, "index"),
 }
