@@ -188,7 +188,7 @@ def test_bad_requests_do_not_flood_the_log(texts: str, capfd: pytest.CaptureFixt
         {"data": [], "fn_index": 999, "session_hash": "a"},
         [],
     ]
-    for _ in range(4):
+    for attempt in range(3):
         for body in bodies:
             given = json.dumps(body).encode()
             status, answer = asked(texts, "/gradio_api/call/attribute", given, Content_Type="application/json")
@@ -204,8 +204,9 @@ def test_bad_requests_do_not_flood_the_log(texts: str, capfd: pytest.CaptureFixt
                 + form(b"a" * 100)[:-30]
             )
             time.sleep(0.2)
-    time.sleep(1)
-    assert capfd.readouterr().err.count("Traceback") <= 2 * len(bodies), "each kind of error is traced once"
+        time.sleep(1)
+        said = capfd.readouterr().err
+        assert "Traceback" not in said or attempt == 0, "each kind of error is traced once"
 
 
 def test_a_page_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
