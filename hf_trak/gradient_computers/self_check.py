@@ -218,8 +218,8 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
         random = [n for n, m in model.named_modules() if type(m).__name__.lower().find("drop") >= 0 and m.training]
         if not any(module.training for module in model.modules()):
             raise GradientEngineError(
-                f"The gradient of {worst.name!r} for one sample differs: {type(model).__name__} draws random numbers in evaluation mode, too, such as masks or "
-                "points. Expected the same output for the same input. Give it what it draws as an input where its "
+                f"The gradient of {worst.name!r} for one sample differs: {type(model).__name__} draws random numbers "
+                "in evaluation mode, too, such as masks or points. Expected the same output for the same input. Give it what it draws as an input where its "
                 "`forward` takes that (`noise` of ViTMAE, `bool_masked_pos`), or fix the generator in its `forward`."
             )
         raise GradientEngineError(
