@@ -219,8 +219,9 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
         if not any(module.training for module in model.modules()):
             raise GradientEngineError(
                 f"The gradient of {worst.name!r} for one sample differs: {type(model).__name__} draws random numbers "
-                "in evaluation mode, too, such as masks or points. Expected the same output for the same input. Give it what it draws as an input where its "
-                "`forward` takes that (`noise` of ViTMAE, `bool_masked_pos`), or fix the generator in its `forward`."
+                "in evaluation mode, too, such as masks or points. Expected the same output for the same input. Give "
+                "it what it draws as an input where its `forward` takes that (`noise` of ViTMAE), or fix the "
+                "generator in its `forward`."
             )
         raise GradientEngineError(
             f"The gradient of {worst.name!r} for one and the same sample differs between two passes: the model is "
