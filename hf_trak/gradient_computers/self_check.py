@@ -216,16 +216,16 @@ def _require_repeatable(plain: IterativeGradientComputer, samples: Samples, refe
     worst = worst_parameter(reference.layout, again - first, first, reference.tolerance.coarsest)
     if worst is not None:
         random = [n for n, m in model.named_modules() if type(m).__name__.lower().find("drop") >= 0 and m.training]
-        found = f"The gradient of {worst.name!r} for one and the same sample differs between two passes"
         if not any(module.training for module in model.modules()):
             raise GradientEngineError(
-                f"{found}: {type(model).__name__} draws random numbers in evaluation mode, too, such as masks or "
-                "points. Expected the same output for the same input. Give it what it draws as an input where its "
-                "`forward` takes that (`noise` of ViTMAE, `bool_masked_pos`), or fix the generator in its `forward`."
+                f"The gradient of {worst.name!r} for one sample differs: {type(model).__name__} draws random numbers "
+                "in evaluation mode, too, such as masks or points. Expected the same output for the same input. Give "
+                "it what it draws as an input where its `forward` takes that (`noise` of ViTMAE), or fix the "
+                "generator in its `forward`."
             )
         raise GradientEngineError(
-            f"{found}: the model is random. In training mode: {_some(random) or type(model).__name__}. Call "
-            "model.eval() first."
+            f"The gradient of {worst.name!r} for one and the same sample differs between two passes: the model is "
+            f"random. In training mode: {_some(random) or type(model).__name__}. Call model.eval() first."
         )
 
 
