@@ -136,8 +136,9 @@ class Replay:
             whole, and wants more rows. By default the Hessian for a run with all rows, and else Gauss-Newton.
         rows (`int`, *optional*, defaults to 8):
             Rows whose curvature each step of a recipe has, drawn at random.
-        steps (`int`, *optional*, defaults to 256):
-            Steps of a recipe back at most. Those of a longer run are taken together.
+        steps (`int`, *optional*, defaults to 1000):
+            Steps of a recipe back at most. Those of a longer run are taken together, which is refused where it makes
+            steps too large for the curvature.
         hessian_share (`float`, *optional*, defaults to 1.0):
             Part of the rows of each step of a run whose curvature is used: less work, and more noise.
         smoothing (`float`, *optional*, defaults to 0.1):
@@ -157,7 +158,7 @@ class Replay:
     of: Literal["recipe", "run"] = "recipe"
     form: Literal["gauss-newton", "hessian"] | None = None
     rows: int = 8
-    steps: int = 256
+    steps: int = 1000
     hessian_share: float = 1.0
     smoothing: float = 0.1
     name: str = "run"

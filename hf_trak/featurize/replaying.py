@@ -254,6 +254,12 @@ class ReplayScores(ExactScores):
                 "learning rates that suit the curvature of the loss. Set `Replay(form='gauss-newton', steps=...)` "
                 "with more steps, or score with `method='exact'`."
             )
+        if float(growth.max()) > LARGEST_GROWTH and steps < self.run.steps:
+            raise HfTrakError(
+                f"Derivatives of targets grew {float(growth.max()):.3g} times on the way back in {steps} steps "
+                f"({what}), which stand for {self.run.steps}: they are too large for the curvature of the loss. "
+                "Expected smaller ones. Raise `steps` of `Replay(...)`."
+            )
         if float(growth.max()) > LARGEST_GROWTH:
             logger.warning(
                 "Derivatives of %d of %d targets grew more than %g times on the way back, %.3g times at most: the run "

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_trak.trajectory.hyperparameters import Hyperparameters
 from hf_trak.trajectory.optimizer_steps import Cotangents
 
-MOST_STEPS = 256
+MOST_STEPS = 1000
 """Steps back at most. More of them are taken together."""
 
 

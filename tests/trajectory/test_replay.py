@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from hf_trak import Replay, TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.evaluation import TrainerRetraining, linear_datamodeling_score, random_subsets
+from hf_trak.featurize import replaying
 
 OPTIONS = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "max_grad_norm": 0.5}
 
@@ -127,7 +128,7 @@ def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
     trained.args.weight_decay, trained.optimizer = 0.0, None
     second = scores_of(attributor_of(trained, tmp_path), targets, "replay")
     assert not torch.allclose(first, second, rtol=1e-4)
-    for other in (Replay(rows=3), Replay(form="hessian"), Replay(steps=2)):
+    for other in (Replay(rows=3), Replay(form="hessian"), Replay(steps=6)):
         assert not torch.allclose(scores_of(attributor_of(trained, tmp_path), targets, other), second, rtol=1e-4)
 
 
@@ -147,6 +148,14 @@ def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
     lossless = TrakAttributor.from_trainer(trained, args, task=lambda output, batch: output["logits"][:, 0])
     with pytest.raises(TypeError, match="per_sample_loss"):
         lossless.attribute(targets, method="replay")
+
+
+def test_steps_too_large_for_the_curvature_are_refused(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaying, "LARGEST_GROWTH", 0.5)  # the growth starts at 1
+    attributor, targets = attributor_of(trained, tmp_path), Targets(random_targets(2))
+    with pytest.raises(HfTrakError, match="Raise `steps`"):
+        attributor.attribute(targets, method=Replay(steps=2))
+    attributor.attribute(targets, method=Replay())  # steps as they were are a matter of the run: a warning
 
 
 def test_last_checkpoint_alone_is_replayed(trained, tmp_path):
