@@ -594,12 +594,8 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def trajectory(self, **options: Any) -> RunSummary:
+    def trajectory(self) -> RunSummary:
         """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
-
-        Args:
-            options:
-                Fields of [`~hf_trak.Replay`] that name the run: `name`, `start`.
 
         Returns:
             [`~hf_trak.trajectory.summary.RunSummary`], which prints as text.
@@ -609,16 +605,13 @@ class TrakAttributor:
             HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
             StoreError: the record is damaged.
         """
-        return RunReplay(self.features, Replay(of="run", **options)).summary()
+        return RunReplay(self.features, Replay(of="run")).summary()
 
     def verify_replay(
         self,
         eval_dataset: Any,
         make_trainer: Callable[[Any, int], Any],
         share: float = 0.05,
-        *,
-        method: Replay | None = None,
-        seed: int = 0,
     ) -> ReplayCheck:
         """Train once more without a random share of the rows, and compare what the replay predicts for every target.
 
@@ -630,10 +623,6 @@ class TrakAttributor:
                 [`~hf_trak.evaluation.TrainerRetraining`]. It is to ignore `seed`, so that rows come in the same order.
             share (`float`, *optional*, defaults to 0.05):
                 The share of the training rows to leave out.
-            method ([`~hf_trak.Replay`], *optional*):
-                What is verified. By default `Replay(of="run")`.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the choice of the rows.
 
         Returns:
             [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation.
@@ -642,14 +631,13 @@ class TrakAttributor:
             ValueError: `share` leaves out no row, or all of them; or the loss of the trainer cannot be masked.
             All that [`~TrakAttributor.attribute`] raises.
         """
-        chosen = Replay(of="run") if method is None else method
-        scored = self.attribute(eval_dataset, top_k=None, method=chosen).with_format("numpy")
+        scored = self.attribute(eval_dataset, top_k=None, method=Replay(of="run")).with_format("numpy")
         given = (eval_dataset, self.task, self.features.data_collator, self.args.batch_size)
         outputs = model_outputs(self.model, *given)
         retraining = TrainerRetraining(
             make_trainer, self.train_dataset, *given[:3], batch_size=self.args.batch_size, drop="mask"
         )
-        return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share, seed)
+        return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.

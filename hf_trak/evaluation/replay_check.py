@@ -41,7 +41,7 @@ class ReplayCheck:
 
 
 def check_by_retraining(
-    scores: ArrayLike, outputs: ArrayLike, retraining: TrainerRetraining, share: float, seed: int
+    scores: ArrayLike, outputs: ArrayLike, retraining: TrainerRetraining, share: float, seed: int = 0
 ) -> ReplayCheck:
     """Train again without a random share of the rows.
 
@@ -54,7 +54,7 @@ def check_by_retraining(
             Trains on the whole dataset with some rows masked.
         share (`float`):
             The share of the rows to leave out, in (0, 1).
-        seed (`int`):
+        seed (`int`, *optional*, defaults to 0):
             Seed of their choice.
 
     Returns:

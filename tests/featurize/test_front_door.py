@@ -8,7 +8,8 @@ from hf_trak import TrakAttributor
 NAMES = {
     "args", "attribute", "build_search", "convert", "curvature_report", "estimate", "exclude", "extend", "featurize",
     "fidelity", "fit_curvature", "from_pretrained", "from_trainer", "group_scores", "model", "predict", "push_to_hub",
-    "report", "save_pretrained", "select", "self_influence", "show", "task", "train_dataset", "verify",
+    "report", "save_pretrained", "select", "self_influence", "show", "task", "train_dataset", "trajectory", "verify",
+    "verify_replay",
 }  # fmt: skip
 
 
@@ -23,4 +24,4 @@ def test_the_front_door_has_few_parameters() -> None:
 
 
 def test_the_methods_are_exported() -> None:
-    assert {"Exact", "Index", "Rerank", "Span"} <= set(dir(hf_trak))
+    assert {"Exact", "Index", "Replay", "Rerank", "Span"} <= set(dir(hf_trak))

@@ -46,7 +46,7 @@ def targets() -> Dataset:
 def featurized_rows(monkeypatch) -> list[int]:
     """The numbers of all rows whose gradients are taken, without the two that are compared with what is stored."""
     seen: list[int] = []
-    features, compare = Featurizer._features, Featurizer._compare
+    features, compare = Featurizer.features_of, Featurizer._compare
 
     def compared(self: Featurizer, *args: Any) -> None:
         before = list(seen)
@@ -60,7 +60,7 @@ def featurized_rows(monkeypatch) -> list[int]:
         seen.extend(rows)
         return features(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(Featurizer, "_features", counted)
+    monkeypatch.setattr(Featurizer, "features_of", counted)
     return seen
 
 
