@@ -220,8 +220,8 @@ class Bank:
         """
         path = self.directory / safe_name(name) / CONFIG
         absent = (
-            f"The bank {self.directory} has no part {name!r} (it has: {', '.join(self.parts) or 'none'}). Expected "
-            "one that `Bank.add_part` added."
+            f"The bank {self.directory} has no part {name!r} (it has: {', '.join(self.parts) or 'none'}): {path} is "
+            "missing. Expected one that `Bank.add_part` added."
         )
         content = read_described(path, _PART_KEYS, absent)
         if content["bank"] != content_digest(self.described) or content["rows"] != self.n_train:

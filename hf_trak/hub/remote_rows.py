@@ -238,7 +238,7 @@ class ParquetRows:
 
     def _footer(self, place: int) -> pq.FileMetaData:
         path = self._directory / f"{content_digest({'file': self._files[place].path})}.footer"
-        data = self._kept(path)
+        data: bytes | memoryview | None = self._kept(path)
         if data is None:
             file = self._open(place)
             with self._errors(place):

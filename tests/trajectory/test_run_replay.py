@@ -72,7 +72,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "linear" else pytest.mark.slow) for case in CASES]
+)
 def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
     """Central differences by the weight of a row in the loss, in float64: the derivative without smoothing."""
     make, options = CASES[case]
