@@ -428,11 +428,11 @@ class CurvatureFit:
                 basis = None if self.plan.kind == "diagonal" else self._basis(blocks, index)
                 if self.plan.kind == "kfac" and basis is not None:
                     # Σ_b G_b G_bᵀ ≈ N (L / N) ⊗ (R / N) for N positions
-                    scale = counts[index] / counted_rows
+                    factor = counts[index] / counted_rows
                     if blocks.kronecker[index].source is None:
                         # E[G Gᵀ] ⊗ E[Gᵀ G] is the square of a curvature: its trace is too large by the trace of either
-                        scale /= max(float(basis["left_values"].sum()), torch.finfo(torch.float64).tiny)
-                    eigenvalues = scale * torch.outer(basis["left_values"], basis["right_values"])
+                        factor /= max(float(basis["left_values"].sum()), torch.finfo(torch.float64).tiny)
+                    eigenvalues = factor * torch.outer(basis["left_values"], basis["right_values"])
                 elif basis is not None:
                     eigenvalues = even_in_null_spaces(eigenvalues, basis["left_values"], basis["right_values"])
                 bases = None if basis is None else (basis["left_basis"], basis["right_basis"])
