@@ -155,10 +155,17 @@ def test_quickstart(place: Path) -> None:
 
 
 def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"trainer": make_trainer(sentences(40), 0), "eval_dataset": sentences(6)}
-    smaller = {'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, '}
+    trainer = make_trainer(sentences(40), 0)
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    smaller = {
+        'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, ',
+        'TrakConfig(output_dir="run")': 'TrakConfig(output_dir="run", use_cpu=True)',
+    }
     namespace = run_page("docs/which_method.md", given, hf_trak_command, smaller)
-    assert {len(namespace[name]) for name in ("quick", "exact", "best", "listed", "refined")} == {6}
+    assert {len(namespace[name]) for name in ("quick", "exact", "best", "listed", "refined", "replayed")} == {6}
     assert namespace["listed"]["trak_stage"][:] == ["exact"] * 6
     assert namespace["refined"]["trak_stage"][:] == ["refined"] * 6
     printed = capsys.readouterr().out
