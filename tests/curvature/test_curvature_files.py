@@ -10,8 +10,10 @@ import torch
 from curvature_runs import error, exact_scores, rows_of, written_curvature
 from torch import Tensor, nn
 from trak_options import trak_config
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_trak import TrakAttributor
+from hf_trak.curvature import curvature
 from hf_trak.curvature.blocks import CurvatureBlocks, KroneckerBlock
 from hf_trak.curvature.curvature import inverse
 from hf_trak.curvature.files import verify_curvature
@@ -36,7 +38,7 @@ class Net(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(pixel_values))
         logits = self.second(hidden)
-        return logits if self.common is None else logits + 3 * self.common(hidden)
+        return logits if self.common is None else logits + self.common(hidden)
 
 
 def rows(n: int = N, seed: int = 0) -> list[dict[str, Any]]:
@@ -173,14 +175,31 @@ def test_blocks_of_rounding_have_no_say(tmp_path: Path, kind: str) -> None:
         model = Net(common=True)
         options = {**options, "curvature": kind, "proj_type": "none", "feature_dtype": "float32"}
         found.append(exact_scores(model, tmp_path / name, rows(), rows(3, seed=9), "image_classification", **options))
-    curvature = written_curvature(tmp_path / "with")
-    means = {block.name: float(values.double().mean()) for block, values in curvature.items()}
+    fitted = written_curvature(tmp_path / "with")
+    means = {block.name: float(values.double().mean()) for block, values in fitted.items()}
     assert 0 < means["common.weight"] < 1e-12 * means["second.weight"]
     assert error(*found) < 1e-5
-    report = CurvatureReport.of(curvature, 0.1)
+    report = CurvatureReport.of(fitted, 0.1)
     assert any(one.startswith("The gradients of common.weight are what rounding leaves") for one in report.warnings)
     (block,) = [one for one in report.blocks if one.name == "common.weight"]
     assert block.score_share < 1e-6
+
+
+def test_small_gradients_keep_their_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of queries and keys before training are a millionth of the others, and right to seven digits."""
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertForSequenceClassification(BertConfig(vocab_size=60, num_labels=3, **config)).eval()
+    ids = torch.randint(1, 60, (N, 12))
+    train = rows_of(input_ids=ids, labels=torch.arange(N) % 3)
+    found = []
+    for name in ("with", "without"):
+        found.append(exact_scores(model, tmp_path / name, train, train[:3], "text_classification", curvature="ekfac"))
+        monkeypatch.setattr(curvature, "NOISE", 0.0)
+    fitted = written_curvature(tmp_path / "with")
+    means = {block.name: float(values.double().mean()) / fitted.scale for block, values in fitted.items()}
+    assert 0 < min(means[name] for name in means if "query" in name or "key" in name) < 1e-11
+    assert torch.equal(*found)
 
 
 def test_the_floor_is_continuous_and_leaves_other_blocks_alone() -> None:
