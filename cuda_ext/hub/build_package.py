@@ -19,7 +19,7 @@ from pathlib import Path
 
 import hf_trak
 from hf_trak.errors import KernelError
-from hf_trak.kernels.sources import CPU_PARTS, all_kernels, cpu_source, parts, source_directory
+from hf_trak.kernels.sources import all_kernels, cpu_source, parts, source_directory
 from hf_trak.version import __version__
 
 NAME = "random-projections"
@@ -95,8 +95,8 @@ def package_files() -> dict[str, str]:
     files["__init__.py"] = (_TEMPLATES / "init.py").read_text(encoding="utf-8")
     for name in dict.fromkeys(part for kernel in all_kernels() for part in parts(kernel.file)):
         files[f"cuda_ext/{name}"] = (source_directory() / name).read_text(encoding="utf-8")
-    for name in CPU_PARTS:
-        files[f"cuda_ext/cpu/{name}.c"] = cpu_source(name)
+    for path in sorted((source_directory() / "cpu").glob("*.c")):
+        files[f"cuda_ext/cpu/{path.name}"] = cpu_source(path.stem)
     return files
 
 

@@ -31,9 +31,8 @@ class MethodArguments:
     method: MethodName = field(
         default="auto",
         metadata={
-            "help": "Score with the features (`index`), with whole gradients under a curvature (`exact`), or with "
-            "those of the rows that the features rank first (`rerank`). `auto` is `index`. `replay` needs the trainer "
-            "of the run, which Python has."
+            "help": "Score with the features (`index`, as `auto` does), with whole gradients under a curvature "
+            "(`exact`), or with those of the rows that the features rank first (`rerank`). Python has `replay`."
         },
     )
     rerank_rows: int | None = field(

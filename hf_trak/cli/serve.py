@@ -61,7 +61,8 @@ class ServeArguments:
 
 def run(argv: Sequence[str]) -> None:
     """Serve the page until the process is interrupted."""
-    require_gradio()
+    if not {"-h", "--help"} & set(argv):  # before an index is loaded
+        require_gradio()
     session, args, as_json = opened(argv)
     port = int(os.environ.get("GRADIO_SERVER_PORT") or args.port)
 

@@ -199,8 +199,8 @@ def test_finished_shards_are_not_computed_again(trained: Any, tmp_path: Path, mo
     model, _, _ = trained
     make(copy_of(model), tmp_path).featurize()
     calls: list[int] = []
-    features_of = Featurizer._features
-    monkeypatch.setattr(Featurizer, "_features", lambda *args: (calls.append(1), features_of(*args))[1])
+    features_of = Featurizer.features_of
+    monkeypatch.setattr(Featurizer, "features_of", lambda *args: (calls.append(1), features_of(*args))[1])
     attributor = make(copy_of(model), tmp_path).featurize()
     assert calls == []
     first = full(attributor)

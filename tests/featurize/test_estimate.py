@@ -109,14 +109,14 @@ def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
     rows_seen = [0]
     from hf_trak.featurize.featurizer import Featurizer
 
-    features = Featurizer._features
+    features = Featurizer.features_of
 
     def slow(self, rows, *args, **kwargs):
         now[0] += len(rows) + (100.0 if rows_seen[0] == 0 else 0.0)
         rows_seen[0] += len(rows)
         return features(self, rows, *args, **kwargs)
 
-    monkeypatch.setattr(Featurizer, "_features", slow)
+    monkeypatch.setattr(Featurizer, "features_of", slow)
     monkeypatch.setattr("hf_trak.featurize.featurized.time.perf_counter", lambda: now[0])
     attributor = make(nets[0], tmp_path, digits(0, N_TRAIN))
     measured = attributor.estimate(eval_dataset=9, checkpoints=2, measure=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from store_jobs import Job
 from trak_options import trak_config
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -167,16 +168,14 @@ def train_in_group(directory: str, across: bool) -> list[list[int]]:
 
 
 def in_process(function: Callable[..., None], *arguments: Any) -> int:
-    """Run a function in a forked process, and return its exit code."""
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            function(*arguments)
-            os._exit(0)
-        except BaseException:
-            import traceback
+    """Run a function in a process of its own, and return its exit code."""
+    process = Job.context.Process(target=_alone, args=(function, *arguments))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def _alone(function: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    function(*arguments)

@@ -91,5 +91,5 @@ def test_one_checkpoint_of_several(attributor):
 
 def test_without_faiss(attributor, monkeypatch, tmp_path: Path):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"hf_trak\[search\]"):
+    with pytest.raises(ImportError, match=r"pip install faiss-cpu"):
         attributor.build_search()

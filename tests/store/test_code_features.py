@@ -145,14 +145,14 @@ def test_changed_features_are_noticed_before_a_shard_is_written(net, tmp_path):
     coded(net, tmp_path).featurize()
     (tmp_path / "checkpoint-0" / "train-00002-of-00004.safetensors").unlink()
     other = coded(net, tmp_path)
-    features_of = type(other.features.featurizer())._features
+    features_of = type(other.features.featurizer()).features_of
 
     def changed(self, rows, *args, **kwargs):
         grads, q = features_of(self, rows, *args, **kwargs)
         return grads.roll(1, dims=1), q
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_trak.featurize.featurizer.Featurizer._features", changed)
+        patch.setattr("hf_trak.featurize.featurizer.Featurizer.features_of", changed)
         with pytest.raises(ConfigMismatchError, match="differ by"):
             other.featurize()
 

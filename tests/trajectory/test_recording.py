@@ -84,7 +84,7 @@ def test_states_rates_and_norms(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-2 * (9 - step) / 9 for step in range(9)])
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 5, 8))])
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int, after: bool) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

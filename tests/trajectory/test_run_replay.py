@@ -94,7 +94,7 @@ def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 4, 5))])
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_sweeps_go_on_with_the_same_bits(tmp_path: Path, number: int, after: bool) -> None:
     for place in ("a", "b"):
