@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_trak.evaluation.intervals import spearman
+from hf_trak.evaluation.intervals import scipy_stats, spearman
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 
 
@@ -62,7 +62,9 @@ def check_by_retraining(
 
     Raises:
         ValueError: `share` leaves out no row, or all of them.
+        ImportError: scipy is not installed.
     """
+    scipy_stats()  # needed at the end, and nothing is trained in vain
     table = np.asarray(scores, dtype=np.float64)
     n, count = len(table), round(share * len(table))
     if not 0 < count < n:
