@@ -50,7 +50,7 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
             f"`dataset` is {given}. Expected a `datasets.Dataset` without a transform, whose labels are replaced. "
             "Apply the transform with `map`, or put the model's predictions into the rows yourself."
         )
-    task = model.task
+    task = _task_of_targets(model)
     if isinstance(task, ClassificationModelOutput):
         if generation:
             raise ValueError(
@@ -66,6 +66,13 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
     )
 
 
+def _task_of_targets(model: FeaturizedModel) -> Any:
+    """Return the task that says what a target is, which tasks of losses have inside."""
+    model.task.bind(model.model)  # the task `loss` takes that of the model
+    inside = getattr(model.task, "of_task", None)
+    return model.task if inside is None else inside
+
+
 def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     """Find the class with the highest logit for every row."""
     featurizer = model.featurizer()
@@ -74,7 +81,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     for rows, batch in batches.iterate(
         [range(low, min(low + size, len(dataset))) for low in range(0, len(dataset), size)]
     ):
-        args, kwargs = model.task.model_inputs(featurizer.in_dtype_of_model(batch))  # type: ignore[attr-defined]
+        args, kwargs = _task_of_targets(model).model_inputs(featurizer.in_dtype_of_model(batch))
         with pass_settings(model.model), torch.no_grad():
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
         found |= dict(zip(rows, classes, strict=True))
@@ -95,7 +102,7 @@ def _with_some_label(dataset: Dataset) -> Dataset:
 
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
     """Generate what the model writes after each prompt. Prompts go one at a time, so that none is padded."""
-    causal = isinstance(model.task, CausalLMModelOutput)
+    causal = isinstance(_task_of_targets(model), CausalLMModelOutput)
     _check_options(generation, model.model)
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)

@@ -70,6 +70,11 @@ class TrainerLossModelOutput(BatchedModelOutput):
         self._row_by_row = False
 
     @property
+    def of_task(self) -> BatchedModelOutput | None:
+        """Return the task of the targets."""
+        return self._task
+
+    @property
     def name(self) -> str:
         """Name the method that computes the loss."""
         return f"{self._class.__name__}.compute_loss"

@@ -339,6 +339,14 @@ def test_targets_have_the_task_of_the_model(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(scored[0]["trak_scores"]), expected[order].float(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("task", [None, "loss"])
+def test_predictions_are_those_of_the_model(tmp_path: Path, task: Any) -> None:
+    trainer = CASES["weighted"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task=task)
+    wanted = trainer.predict(trainer.train_dataset).predictions.argmax(-1).tolist()
+    assert own.predict(trainer.train_dataset)["labels"][:] == wanted
+
+
 def test_a_gauss_newton_matrix_of_the_trainers_loss(tmp_path: Path) -> None:
     """XᵀX of the task `gauss_newton` has the trace of Σ Jᵀ H J, which drawn outputs have on average."""
     trainer = CASES["weighted"](tmp_path)
