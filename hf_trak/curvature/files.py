@@ -12,7 +12,7 @@ That of a block names its number and its parameter, since another block may have
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,9 @@ class CurvatureFiles:
             found = self._read(BlockFile.of(self.identity, blocks, index))
             bases = None if kind == "diagonal" else (found["left_basis"], found["right_basis"])
             kronecker.append(KroneckerValues(bases, found["eigenvalues"], count))
-        found = self._read(BlockFile.of(self.identity, blocks, None)) if held_numbers else {}
+        every = BlockFile.of(self.identity, blocks, None)
+        held_specs = {name: spec for name, spec in every.specs.items() if int(name) in held_numbers}
+        found = self._read(replace(every, specs=held_specs)) if held_specs else {}
         diagonal = tuple(
             found[f"{index:05d}"] if index in held_numbers else torch.empty(block.numel, device="meta")
             for index, block in enumerate(blocks.diagonal)

@@ -54,11 +54,11 @@ def recorded(call: Any) -> dict[str, Any]:
     read, keep, load = CurvatureFiles._read, TargetBlocks.keep, TargetBlocks.read
     found: dict[str, Any] = {"blocks": set(), "numbers": set(), "kept": set(), "loaded": 0, "whole": 0}
 
-    def reading(self: Any, path: Path, specs: Any) -> Any:
-        found["numbers" if path.name.startswith("diagonal") else "blocks"].update(
-            specs if path.name.startswith("diagonal") else [path.name]
+    def reading(self: Any, file: Any) -> Any:
+        found["numbers" if file.name.startswith("diagonal") else "blocks"].update(
+            file.specs if file.name.startswith("diagonal") else [file.name]
         )
-        return read(self, path, specs)
+        return read(self, file)
 
     def keeping(self: Any, name: str, kept_rows: Any, values: torch.Tensor) -> Any:
         found["kept"].add(name)
