@@ -82,7 +82,7 @@ def upload(url: str, body: bytes) -> int:
 
 def attribute(url: str, *data: Any) -> str:
     """Ask as a program does, and return the events of the answer."""
-    body = json.dumps({"data": [*data, *[None, 3, "", None, 0, False][len(data) - 1 :]]}).encode()
+    body = json.dumps({"data": [*data, *[None, 3, "", None, 0, False, ""][len(data) - 1 :]]}).encode()
     status, answer = asked(url, "/gradio_api/call/attribute", body, Content_Type="application/json")
     assert status == 200, answer
     event = json.loads(answer)["event_id"]
@@ -146,7 +146,7 @@ def test_uploads_are_bounded_in_total_and_private(pictures: str) -> None:
 
 def test_one_visitor_does_not_fill_the_queue(texts: str) -> None:
     """Of many questions at once a few wait, and the others are refused with a reason."""
-    body = json.dumps({"data": [{"text": "good fox sleeps"}, None, 3, "", None, 0, False]}).encode()
+    body = json.dumps({"data": [{"text": "good fox sleeps"}, None, 3, "", None, 0, False, ""]}).encode()
     answers = list[tuple[int, bytes]]()
 
     def ask() -> None:
@@ -167,7 +167,7 @@ def test_one_visitor_does_not_fill_the_queue(texts: str) -> None:
 
 
 def attribute_when_free(url: str) -> str:
-    body = json.dumps({"data": [{"text": "good fox sleeps"}, None, 3, "", None, 0, False]}).encode()
+    body = json.dumps({"data": [{"text": "good fox sleeps"}, None, 3, "", None, 0, False, ""]}).encode()
     status, answer = asked(url, "/gradio_api/call/attribute", body, Content_Type="application/json")
     return (
         asked(url, f"/gradio_api/call/attribute/{json.loads(answer)['event_id']}")[1].decode() if status == 200 else ""
@@ -179,11 +179,11 @@ def attribute_when_free(url: str) -> str:
 
 def test_bad_requests_do_not_flood_the_log(texts: str, capfd: pytest.CaptureFixture[str]) -> None:
     bodies = [
-        {"data": [{f"a{n}": "b" for n in range(7000)}, None, 3, "", None, 0, False]},
-        {"data": [{"text": "a"}, None, "many", "", None, 0, False]},
-        {"data": [["text"], None, 3, "", None, 0, False]},
+        {"data": [{f"a{n}": "b" for n in range(7000)}, None, 3, "", None, 0, False, ""]},
+        {"data": [{"text": "a"}, None, "many", "", None, 0, False, ""]},
+        {"data": [["text"], None, 3, "", None, 0, False, ""]},
         {"data": [None]},
-        {"data": [{"text": "good fox"}, 5, [1], {}, "x", "y", []]},
+        {"data": [{"text": "good fox"}, 5, [1], {}, "x", "y", [], 7]},
         {"data": {"texts": 1}},
         {"data": [], "fn_index": 999, "session_hash": "a"},
         [],
