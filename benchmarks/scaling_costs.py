@@ -121,7 +121,7 @@ def index_bytes(rows: int, columns: int = 4096, bits: int = 4) -> int:
 
 
 def seconds(count: float, per_second: float, devices: int = 1, share: float = 1.0) -> float:
-    """Divide operations by what `devices` do per second, of which a program reaches a share."""
+    """Divide operations by the share of the peak of `devices` that a program reaches."""
     return count / (per_second * devices * share)
 
 

@@ -32,7 +32,7 @@ def without_truth(trainer: Any, args: TrakConfig, train_dataset: Any = None) -> 
 
 
 def of_model(model: Any, args: TrakConfig, rows: Any, collator: Any = None, **options: Any) -> TrakAttributor:
-    """The attributor of a model of transformers, whose truth is the loss with which `Trainer` would train it."""
+    """Make the attributor of a model of transformers. Its truth is the loss that `Trainer` would train it by."""
     own = TrakAttributor(model, args, train_dataset=rows, data_collator=collator, **options)
     plain = hf.TrainingArguments(
         args.output_dir, use_cpu=True, report_to=[], remove_unused_columns=args.remove_unused_columns

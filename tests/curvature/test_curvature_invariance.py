@@ -131,7 +131,7 @@ def change(found: Tensor, expected: Tensor) -> float:
 
 
 OTHERS = ("shampoo", "kfac", "diagonal", "identity")
-"""Curvatures with which the same is tested where there is time."""
+"""Curvatures that the slow set tests in the same way."""
 
 CHANGES = {
     "one row at a time": {"per_device_batch_size": 1},
