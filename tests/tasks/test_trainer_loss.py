@@ -366,9 +366,13 @@ def test_parts_of_targets_and_their_tokens(tmp_path: Path, task: Any) -> None:
 def test_a_target_of_one_number_has_no_parts(tmp_path: Path) -> None:
     trainer = CASES["two calls"](tmp_path)
     own = TrakAttributor.from_trainer(trainer, config(tmp_path)).featurize()
-    for options in ({"part": Span(tokens=(0, 1))}, {"per_token": True}):
-        with pytest.raises(TypeError, match="TrainerLossModelOutput.*Expected .* several labels|one number per target"):
-            own.attribute(trainer.train_dataset.select([1]), **options)
+    chosen = trainer.train_dataset.select([1])
+    with pytest.raises(TypeError, match=r"TrainerLossModelOutput. Expected .*several labels per target. Leave `part`"):
+        own.attribute(chosen, part=Span(tokens=(0, 1)))
+    with pytest.raises(
+        TypeError, match=r"which has one number per target\. .* Leave `per_token` out, or pass `task=`"
+    ):
+        own.attribute(chosen, per_token=True)
 
 
 @pytest.mark.parametrize("task", [None, "loss"])
