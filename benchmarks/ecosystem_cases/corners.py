@@ -211,6 +211,7 @@ def on_policy(directory: Path, args: TrakConfig) -> TrakAttributor:
 
 
 CORNERS = (
+    EcosystemCase("a model in float64", in_float64),
     EcosystemCase("LoRA on an 8-bit base (bitsandbytes), before training", partial(quantized, kind="8-bit")),
     EcosystemCase("LoRA on an 8-bit base, after training", partial(quantized, kind="8-bit", when="after training")),
     EcosystemCase(
@@ -220,7 +221,6 @@ CORNERS = (
         "LoRA on a 4-bit base, after an evaluation", partial(quantized, kind="4-bit", when="after an evaluation")
     ),
     EcosystemCase("LoRA on a base of torchao, int8", partial(quantized, kind="torchao")),
-    EcosystemCase("a model in float64", in_float64),
     EcosystemCase("PEFT: Shadow", shadowed),
     EcosystemCase("PEFT: an adapter merged into its base", merged),
     EcosystemCase("run_mim: masks of the rows", partial(masked_images, kind="mim"), '`task="row_loss"`'),
