@@ -823,20 +823,24 @@ class TrakAttributor:
         Args:
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
                 `"index"`, or `"exact"` for whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram
-                matrix of the hybrid takes no part.
+                matrix of the hybrid takes no part. `"replay"` takes all training rows as targets, in groups that fit
+                into memory: it costs a replay of n targets.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ValueError: the method scores the best rows of targets alone.
+            All that [`~TrakAttributor.attribute`] raises.
         """
         chosen = method_of_all_rows(method)
+        if isinstance(chosen, Index):
+            return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence(checkpoints)
-        if not isinstance(chosen, Index):
-            raise ValueError(f"`method` is {chosen}, which has no self-influence. Expected 'index' or 'exact'.")
-        return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
+        question = self._question(self.train_dataset, chosen, None, checkpoints, None)
+        blocks = planned(self.features, question, chosen).blocks
+        return torch.cat([scores[:, first:last].diagonal() for first, last, scores in blocks])
 
     def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:
         """Put the model's own predictions in place of labels, to ask what made it say so.

@@ -49,8 +49,9 @@ class LastResult:
         if isinstance(method, Index):
             return {}
         if isinstance(method, Replay):
+            rows = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.form} of {method.rows} rows a step",
+                "projection": f"none: replay of the {method.of}, {method.products} of {rows} of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
             }
