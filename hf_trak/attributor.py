@@ -412,11 +412,10 @@ class TrakAttributor:
         of: "Literal['index'] | Index | TrakAttributor" = "index",
         rows: int = 64,
         targets: int = 16,
-        seed: int = 0,
     ) -> Fidelity:
         """Compare scores that cost little with better ones, on a random sample of the training rows.
 
-        Targets and scored rows are disjoint samples of the training rows.
+        Targets and scored rows are disjoint samples of the training rows, the same in every call.
 
         Args:
             of (*optional*, defaults to `"index"`):
@@ -430,8 +429,6 @@ class TrakAttributor:
                 Number of training rows to score with the index; fewer if the dataset has fewer.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the sample.
 
         Returns:
             [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
@@ -443,14 +440,14 @@ class TrakAttributor:
             All that `fit_curvature` raises.
         """
         if isinstance(of, TrakAttributor):
-            return measure_fidelity(self.features, of.features.store, rows, targets, seed)
+            return measure_fidelity(self.features, of.features.store, rows, targets)
         if isinstance(of, Index) and of.first_pass_bytes is not None:
-            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, seed)
+            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets)
         if of not in ("index", Index()):
             raise ValueError(
                 f"`of` is {of!r}. Expected 'index', `Index(first_pass_bytes=...)`, or an attributor of the same rows."
             )
-        return measure_fidelity(self.features, "index", rows, targets, seed)
+        return measure_fidelity(self.features, "index", rows, targets)
 
     def attribute(
         self,
@@ -594,8 +591,12 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def trajectory(self) -> RunSummary:
+    def trajectory(self, name: str = "run") -> RunSummary:
         """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
+
+        Args:
+            name (`str`, *optional*, defaults to `"run"`):
+                Name of the record, that of the callback.
 
         Returns:
             [`~hf_trak.trajectory.summary.RunSummary`], which prints as text.
@@ -605,7 +606,7 @@ class TrakAttributor:
             HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
             StoreError: the record is damaged.
         """
-        return RunReplay(self.features, Replay(of="run")).summary()
+        return RunReplay(self.features, Replay(of="run", name=name)).summary()
 
     def verify_replay(
         self,
@@ -958,15 +959,20 @@ class TrakAttributor:
             measure (`bool`, *optional*, defaults to `False`):
                 Featurize a few batches in a temporary directory, to project the time.
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
-                As in [`~TrakAttributor.attribute`]: what reranking and refining take is counted if they are asked for.
+                As in [`~TrakAttributor.attribute`]: what reranking, refining and replaying take is counted if they are
+                asked for.
 
         Returns:
             [`Estimate`]: sizes in bytes, times in seconds.
 
         Raises:
             ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
+            All that [`~TrakAttributor.trajectory`] raises, for the replay of a run.
         """
-        return self.features.estimate(eval_dataset, checkpoints, measure, method)
+        chosen = checked_method(method)
+        replays = isinstance(chosen, Replay) and chosen.of == "run"
+        run = RunReplay(self.features, chosen).summary() if replays else None
+        return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
     def push_to_hub(
         self,

@@ -9,6 +9,7 @@ from datasets import Dataset
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
@@ -54,6 +55,7 @@ class LastResult:
                 "projection": f"none: replay of the {method.of}, {method.products} of {rows} of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
+                **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
             }
         if isinstance(method, Rerank) and rows is None:
             return {"reranked": "nothing: the training rows are not at hand"}

@@ -7,9 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from replay_runs import EVAL, LENGTH, ROWS, TRAIN, RowWeights, config, recorded, tiny, trainer
+from transformers import TrainerCallback
 
 from hf_trak import Span, TrakAttributor
+from hf_trak.attributor import last_result
+from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation.trainer_retraining import model_outputs
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Replay
 
 PLAIN = Replay(of="run", smoothing=0.0)
@@ -60,3 +64,77 @@ def test_parts_of_targets_and_rows_themselves(tmp_path: Path) -> None:
             found = torch.tensor(tokens[target]["trak_token_scores"][rank], dtype=torch.float64)
             torch.testing.assert_close(found, measured[place, 1:, target], rtol=0, atol=bound)
         assert float(own[row]) == pytest.approx(float(itself[place, row]), rel=1e-5)
+
+
+class Changed(TrainerCallback):
+    """Changes the learning rate or the weight decay of one step by a factor."""
+
+    def __init__(self, name: str, step: int, factor: float) -> None:
+        self.name, self.step, self.factor = name, step, factor
+        self.before: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        groups = optimizer.param_groups
+        if state.global_step == self.step:
+            self.before = [group[self.name] for group in groups]
+            for group in groups:
+                group[self.name] *= self.factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        if state.global_step == self.step:
+            for group, value in zip(optimizer.param_groups, self.before, strict=True):
+                group[self.name] = value
+
+
+def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
+    """How outputs depend on them is what training with others shows, step by step, and a report says it."""
+    run = recorded(tmp_path, weighted(RowWeights()))
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.attribute(EVAL, top_k=2, method=PLAIN)
+    last = last_result(attributor)
+    (found,) = RunReplay(attributor.features, PLAIN).results(last.question)
+    assert found.settings.shape == (2, 9, len(EVAL))
+    change = 1e-5
+    for place, name in enumerate(("lr", "weight_decay")):
+        for step in (0, 4, 8):
+            sides = []
+            for factor in (1 + change, 1 - change):
+                other = trainer(tmp_path, weighted(RowWeights()), callbacks=[Changed(name, step, factor)])
+                other.train()
+                sides.append(torch.from_numpy(model_outputs(other.model, EVAL, batch_size=1)))
+            measured = (sides[0] - sides[1]) / (2 * change)
+            bound = 1e-6 * float(found.settings[place].abs().max())
+            torch.testing.assert_close(found.settings[place, step], measured, rtol=1e-5, atol=bound)
+    facts = last.facts(attributor.features)
+    assert facts["run"] == "9 steps over 30 rows (3 epochs), as recorded"
+    mean = 0.1 * float(found.settings[0].mean(1).sum())
+    assert facts["learning rate"].startswith(f"10 % more changes the targets' outputs by {mean:+.3g} in the mean")
+    assert "weight decay" in facts
+
+
+def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    cost = attributor.estimate(len(EVAL), method=PLAIN).stages["replay"]
+    assert cost.passes == 3 * ROWS * (2 + 2 * len(EVAL))
+    half = attributor.estimate(EVAL, method=Replay(of="run", hessian_share=0.5)).stages["replay"]
+    assert half.passes == 3 * ROWS * (2 + len(EVAL))
+    attributor.attribute(EVAL, top_k=None, method=PLAIN)
+    place = tmp_path / "trak" / "experiments"
+    files = list(place.rglob("scores.safetensors"))
+    assert sum(path.stat().st_size for path in files) == pytest.approx(cost.disk, abs=700)
+    measured = attributor.estimate(EVAL, measure=True, method=PLAIN)
+    assert measured.stages["replay"].seconds == cost.passes / measured.rows_per_second
+    attributor.args.curvature.memory = 2.5 * cost.memory / len(EVAL) / 2**30
+    assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 2 + 2 * len(EVAL))
+    with pytest.raises(ValueError, match="nothing is known of its steps"):
+        attributor.features.estimate(1, method=PLAIN)
+
+
+def test_a_record_of_another_name(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    other = TrakCallback(config(tmp_path), record=True, every=3, name="second")
+    run = trainer(tmp_path, callbacks=[other])
+    run.train()
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    assert (attributor.trajectory().gap, attributor.trajectory("second").gap) == (1, 3)
