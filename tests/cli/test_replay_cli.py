@@ -17,6 +17,8 @@ from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
 from hf_trak.report.run import AttributionRun
+from hf_trak.viewer.page import facts_page
+from hf_trak.viewer.run_session import RunSession
 
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3}
 INLINE = "learning_rate=1e-2,weight_decay=0.1,lr_scheduler_type=cosine,warmup_steps=3"
@@ -89,8 +91,13 @@ def test_a_run_from_its_record_or_its_checkpoints(
     assert code == 0, run
     method = Replay(of="run") if recorded else Replay(of="run", name="none", start="model")
     expected = np.array(library(trainer, "trak", method))
-    found = np.array(AttributionRun.load(run).scored["trak_scores"][:])
+    session = RunSession(AttributionRun.load(run))
+    found = np.array(session.run.scored["trak_scores"][:])
     assert np.allclose(found, -np.sort(-expected, axis=1)[:, : found.shape[1]], rtol=1e-4)
+    assert session.answer(0).scores.max() == found[0, 0]
+    shown = facts_page(session)
+    assert "replay of the run, hessian of 100% of the rows of each step" in shown
+    assert "10 % more changes the targets&#39; outputs by" in shown
 
 
 def test_what_is_not_known_is_asked_for_by_name(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ from transformers import TrainerCallback
 from hf_trak import Span, TrakAttributor
 from hf_trak.attributor import last_result
 from hf_trak.callbacks import TrakCallback
+from hf_trak.errors import HfTrakError
 from hf_trak.evaluation.trainer_retraining import model_outputs
 from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.hub.scores import check_scores
 from hf_trak.methods import Replay
 
 PLAIN = Replay(of="run", smoothing=0.0)
@@ -138,3 +140,48 @@ def test_a_record_of_another_name(tmp_path: Path) -> None:
     run.train()
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     assert (attributor.trajectory().gap, attributor.trajectory("second").gap) == (1, 3)
+
+
+@pytest.mark.parametrize("method", [PLAIN, Replay(rows=3)])
+def test_forms_of_a_question_are_loops_over_scores(tmp_path: Path, method: Replay) -> None:
+    run = recorded(tmp_path)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    every = torch.tensor(attributor.attribute(EVAL, top_k=None, method=method)["trak_scores"][:])
+    bound = {"rtol": 1e-4, "atol": 1e-6 * float(every.abs().max())}
+    kinds, sources = ["a", "b", "a"], [row % 3 for row in range(ROWS)]
+    grouped = attributor.attribute(EVAL, top_k=None, method=method, group_by=kinds)
+    assert grouped["n_targets"][:] == [2, 1]
+    means = torch.stack([(every[0] + every[2]) / 2, every[1]])
+    torch.testing.assert_close(torch.tensor(grouped["trak_scores"][:]), means, **bound)
+    summed = attributor.group_scores(EVAL, sources, method=method)
+    for target, row in enumerate(summed):
+        for group, found in zip(row["trak_groups"], row["trak_group_scores"], strict=True):
+            expected = sum(float(every[target, i]) for i in range(ROWS) if sources[i] == group)
+            assert found == pytest.approx(expected, rel=1e-4, abs=10 * bound["atol"])
+    best = attributor.select(3, EVAL, method=method)
+    assert best["trak_index"][:] == every.mean(0).topk(3).indices.tolist()
+    worst = attributor.select(ROWS, EVAL, "least_harmful", method=method)["trak_index"][:]
+    assert worst == every.min(0).values.argsort(descending=True).tolist()
+    tokens = attributor.attribute(EVAL, top_k=ROWS, method=method, per_token=True)
+    for one in tokens:
+        parts = torch.tensor(one["trak_token_scores"])
+        torch.testing.assert_close(parts.sum(1), torch.tensor(one["trak_scores"]), **bound)
+    check_scores(attributor.attribute(EVAL, top_k=3, method=method))
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Targets that are others at every look."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        drawn = torch.randint(0, 17, (LENGTH,))
+        return {"input_ids": drawn, "labels": drawn}
+
+
+def test_several_draws_of_targets_are_refused(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path, num_draws=2))
+    with pytest.raises(HfTrakError, match=r"and rows come at random\. A replay follows one draw"):
+        attributor.attribute(Drawn(), method=PLAIN)
