@@ -970,8 +970,9 @@ class TrakAttributor:
             All that [`~TrakAttributor.trajectory`] raises, for the replay of a run.
         """
         chosen = checked_method(method)
-        replays = isinstance(chosen, Replay) and chosen.of == "run"
-        run = RunReplay(self.features, chosen).summary() if replays else None
+        run = None
+        if isinstance(chosen, Replay) and chosen.of == "run":
+            run = RunReplay(self.features, chosen).summary()
         return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
     def push_to_hub(

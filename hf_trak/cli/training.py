@@ -121,7 +121,7 @@ def _check_rates(rates: Tensor, state: TrainerState) -> None:
     """Compare learning rates with those that the trainer logged, before or after the step of the entry."""
     highest = rates.max(1).values.tolist()
     for entry in state.log_history:
-        logged, step = entry.get("learning_rate"), entry.get("step", 0)
+        logged, step = entry.get("learning_rate"), int(entry.get("step", 0))
         near = highest[max(0, step - 1) : step + 1]
         if logged is not None and near and all(abs(one - logged) > _AGREEMENT * max(highest) for one in near):
             raise ValueError(

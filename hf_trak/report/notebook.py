@@ -50,9 +50,9 @@ class LastResult:
         if isinstance(method, Index):
             return {}
         if isinstance(method, Replay):
-            rows = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share:.0%} of the rows"
+            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.products} of {rows} of each step",
+                "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
                 **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
