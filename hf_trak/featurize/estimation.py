@@ -242,8 +242,8 @@ def estimate_sizes(
         run: what is known of a run that is to be replayed.
 
     Raises:
-        ValueError: a number is out of range, a parameter name or the method unknown, or a run is to be replayed of
-            which nothing is known.
+        ValueError: a number is out of range, a parameter name or the method unknown, or a run is to be replayed and
+            not given.
     """
     chosen = checked_method(method)
     refinement = None if isinstance(chosen, Index | Replay) else chosen.refinement
