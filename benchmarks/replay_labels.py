@@ -3,7 +3,7 @@
     python benchmarks/replay_labels.py --work labels
     python benchmarks/replay_labels.py --work labels --table
 
-*images*: 800 of scikit-learn's digits, an MLP of 2,410 parameters. *texts*: 400 pieces of 24 words from docstrings of
+*images*: 800 of scikit-learn's digits, an MLP of 2,410 parameters. *texts*: 800 pieces of 40 words from docstrings of
 installed packages, which say the package; a classifier of averaged embeddings with 9,982 parameters. Both are trained
 by `Trainer` from scratch, with AdamW, a linear schedule, and no warmup. 5 % of the rows get another label, and another
 5 % are replaced by copies of others: with noise in every pixel, or an eighth of the words changed.
@@ -33,8 +33,8 @@ from hf_trak import Exact, Replay, TrakAttributor, TrakConfig
 from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation import mislabel_detection, with_wrong_labels
 
-SHARE, SEEDS, RETRAININGS, NEAREST = 0.05, 2, 2, 10
-WORDS, VOCABULARY, PACKAGES = 24, 600, ("numpy", "sklearn", "torch", "transformers")
+SHARE, SEEDS, RETRAININGS, NEAREST = 0.05, 3, 4, 10
+WORDS, VOCABULARY, PACKAGES = 40, 600, ("numpy", "sklearn", "torch", "transformers")
 
 
 class Digits(nn.Module):
@@ -89,7 +89,7 @@ def docstrings(seed: int) -> tuple[np.ndarray, np.ndarray]:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
                     words = [word.lower() for word in text.split() if word.isalpha()]
                     pieces += [words[:WORDS]] if len(words) >= WORDS else []
-            if len(pieces) > 600:
+            if len(pieces) > 900:
                 break
         for place in draws.permutation(len(pieces))[:300]:
             rows.append([zlib.crc32(word.encode()) % VOCABULARY for word in pieces[place]])
@@ -122,7 +122,7 @@ CASES = {
         {"learning_rate": 5e-3, "num_train_epochs": 6, "per_device_train_batch_size": 40},
     ),
     "texts": Case(
-        docstrings, reworded, Texts, "text_classification", 400, 300,
+        docstrings, reworded, Texts, "text_classification", 800, 200,
         {"learning_rate": 1e-2, "num_train_epochs": 8, "per_device_train_batch_size": 40},
     ),
 }  # fmt: skip

@@ -53,7 +53,8 @@ class RunReplay:
             method: the options.
 
         Raises:
-            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            HfTrakError: the model is divided over processes, rows come at random or are more or fewer than the run's,
+                or the task has no loss.
             IncompleteStoreError: there is no record.
             StoreError: it is damaged.
         """
@@ -82,6 +83,12 @@ class RunReplay:
             self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
         else:
             self.record = RunRecord.open(directory)
+            n, trained = row_count(model.train_dataset, "train_dataset"), self.record.description["train_rows"]
+            if n != trained:
+                raise HfTrakError(
+                    f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
+                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                )
 
     def summary(self) -> RunSummary:
         """Describe the run."""
@@ -100,6 +107,7 @@ class RunReplay:
             HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
                 drawn more than once.
             StoreError: a file is missing or damaged.
+            ValueError: there are several checkpoints.
         """
         return PlannedScores(self._identity(question), self._blocks(question, self.results(question)))
 
@@ -121,6 +129,11 @@ class RunReplay:
 
     def results(self, question: Question) -> list[SweepResult]:
         """Return what the sweeps for groups of targets found, in order. Arguments and errors are those of [`plan`]."""
+        if len(question.ids) > 1:
+            raise ValueError(
+                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
+                "weights alone. Leave `checkpoints` out."
+            )
         self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
         digest = content_digest(self._identity(question))[:12]
         directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"

@@ -180,6 +180,16 @@ class Drawn(torch.utils.data.Dataset[Any]):
         return {"input_ids": drawn, "labels": drawn}
 
 
+def test_questions_to_other_rows_or_several_checkpoints_are_refused(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.featurize([tiny(), run.model])
+    with pytest.raises(ValueError, match=r"`checkpoints` are \[0, 1\], and a replay follows one run"):
+        attributor.attribute(EVAL, method=PLAIN, checkpoints=[0, 1])
+    with pytest.raises(HfTrakError, match="was trained on 10 rows, and the training dataset has 9"):
+        attributor.exclude([3]).attribute(EVAL, method=PLAIN)
+
+
 def test_several_draws_of_targets_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path, num_draws=2))
