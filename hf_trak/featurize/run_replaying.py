@@ -128,7 +128,15 @@ class RunReplay:
         return {"run": str(self.summary()).splitlines()[0], **texts}
 
     def results(self, question: Question) -> list[SweepResult]:
-        """Return what the sweeps for groups of targets found, in order. Arguments and errors are those of [`plan`]."""
+        """Return what the sweeps for groups of targets found, in order.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            ValueError: there are several checkpoints.
+            All that [`plan`] raises.
+        """
         if len(question.ids) > 1:
             raise ValueError(
                 f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "

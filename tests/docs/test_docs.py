@@ -491,7 +491,8 @@ def test_trak_script(place: Path) -> None:
     run_page("docs/api.md", namespace, hf_trak_command)
     assert namespace["scores"].shape == (1100, 20)
     assert namespace["scores"].isfinite().all()
-    assert len(namespace["scored"]) == 20
+    own = TrakAttributor(namespace["model"], small("trak"), train_set, task="image_classification")
+    assert len(own.featurize(namespace["checkpoints"]).attribute(test_set, top_k=10)) == 20
     for directory, root in (("trak_results", "trak_results"), ("trak", "trak")):
         assert_documented(place / directory, root)
 
