@@ -1,59 +1,49 @@
-"""Draw the picture of docs/replay.md from the figures in pages/replay_run.md.
+"""Draw the picture of docs/replay.md from the figures in replay.json.
 
 python benchmarks/replay_picture.py
 """
 
-import re
+import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-BARS = {
-    "index": "index",
-    "exact (EK-FAC)": "exact, EK-FAC",
-    "first and last weights": "replay, first and last weights",
-    "as it comes": "replay of the recorded run",
-}
-"""Beginnings of rows of the table, of those about 5 % dropped rows, and what the picture calls them."""
+COLORS = {"index": "#bdbdbd", "EK-FAC": "#757575", "recipe": "#7986cb", "recorded": "#1a237e"}
+NAMES = {"recipe": "replay of the recipe", "recorded": "replay of the run"}
+SHARE, LEFT, WIDTH, ROW = "5 %", 230, 380, 26
 
 
-def figures() -> dict[str, tuple[float, ...]]:
-    """Read LDS and interval of each bar.
-
-    Raises:
-        ValueError: the table has no such row.
-    """
-    text = (ROOT / "benchmarks/pages/replay_run.md").read_text(encoding="utf-8")
-    found = {}
-    for name, title in BARS.items():
-        rows = [line.split("|")[3] for line in text.splitlines() if line.replace("*", "").startswith(f"| {name}")]
-        numbers = re.findall(r"\.\d+", rows[0]) if rows else []
-        if len(numbers) != 3:
-            raise ValueError(f"The table has no row {name!r} with a figure and its interval. Expected one.")
-        found[title] = tuple(map(float, numbers))
-    return found
-
-
-def drawn(bars: dict[str, tuple[float, ...]]) -> str:
-    """Draw bars with their intervals, as SVG."""
-    height = 34 * len(bars) + 34
+def drawn(cases: dict[str, Any]) -> str:
+    """Draw a line for each case, with a dot for each method, as SVG."""
+    shown = [case for case in cases.values() if all(SHARE in case["methods"].get(name, {}) for name in COLORS)]
+    height = ROW * len(shown) + 92
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" font-family="sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for place, (title, (value, low, high)) in enumerate(bars.items()):
-        y, color = 12 + 34 * place, "#3f51b5" if "recorded" in title else "#9fa8da"
-        start, ends = 230, (230 + 360 * low, 230 + 360 * high)
-        lines += [
-            f'<text x="{start - 8}" y="{y + 16}" text-anchor="end" fill="#222">{title}</text>',
-            f'<rect x="{start}" y="{y}" width="{360 * value:.0f}" height="22" fill="{color}"/>',
-            f'<line x1="{ends[0]:.0f}" x2="{ends[1]:.0f}" y1="{y + 11}" y2="{y + 11}" stroke="#222"/>',
-            f'<text x="{start + 366}" y="{y + 16}" fill="#222">{value:.2f}</text>',
-        ]
-    note = "linear datamodeling score, 5 % of the rows left out; 1 is perfect, lines are 95 % intervals"
-    lines += [f'<text x="8" y="{height - 10}" font-size="12" fill="#555">{note}</text>', "</svg>"]
+    for place, (name, color) in enumerate(COLORS.items()):
+        x = 24 + (0, 80, 170, 350)[place]
+        lines.append(f'<circle cx="{x}" cy="20" r="6" fill="{color}"/>')
+        lines.append(f'<text x="{x + 12}" y="25" fill="#222">{NAMES.get(name, name)}</text>')
+    for place, case in enumerate(shown):
+        y = 54 + ROW * place
+        lines.append(
+            f'<text x="{LEFT - 12}" y="{y + 4}" text-anchor="end" fill="#222">{case["about"]["title"]}</text>'
+        )
+        lines.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        for name, color in COLORS.items():
+            x = LEFT + WIDTH * max(0.0, case["methods"][name][SHARE][0])
+            lines.append(f'<circle cx="{x:.0f}" cy="{y}" r="6" fill="{color}"/>')
+    bottom = 54 + ROW * len(shown)
+    for tick in range(6):
+        x = LEFT + WIDTH * tick / 5
+        lines.append(f'<text x="{x:.0f}" y="{bottom + 6}" text-anchor="middle" fill="#555">{tick / 5:g}</text>')
+    note = f"linear datamodeling score, {SHARE} of the rows left out; 1 is perfect"
+    lines += [f'<text x="{LEFT}" y="{bottom + 28}" fill="#555">{note}</text>', "</svg>"]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/images/replay.svg").write_text(drawn(figures()), encoding="utf-8")
+    figures = json.loads((ROOT / "benchmarks/replay.json").read_text(encoding="utf-8"))
+    (ROOT / "docs/images/replay.svg").write_text(drawn(figures), encoding="utf-8")
