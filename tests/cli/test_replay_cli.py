@@ -98,6 +98,9 @@ def test_a_run_from_its_record_or_its_checkpoints(
     shown = facts_page(session)
     assert "replay of the run, hessian of 100% of the rows of each step" in shown
     assert "10 % more changes the targets&#39; outputs by" in shown
+    capsys.readouterr()
+    assert main(["inspect", "trak"]) == 0
+    assert "recorded training run: 15 steps, weights at 16 of them" in capsys.readouterr().out
 
 
 def test_what_is_not_known_is_asked_for_by_name(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
