@@ -50,7 +50,7 @@ class LastResult:
         if isinstance(method, Index):
             return {}
         if isinstance(method, Replay):
-            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share:.0%} of the rows"
+            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share or 1:.0%} of the rows"
             return {
                 "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
                 "features": features.layout.total,
