@@ -11,7 +11,6 @@ three epochs, gradients clipped at 1. `build` trains the second part again, in t
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def arguments(work: Path, **options: Any) -> TrainingArguments:
 
 
 def model_of(work: Path) -> GPT2LMHeadModel:
-    """Return the model after the first training, which is made once, with the dropout of the second."""
+    """Return the model after the first training, which is made once."""
     if not (work / "first").is_dir():
         first, _, _, words = texts()
         torch.manual_seed(0)
@@ -66,8 +65,7 @@ def model_of(work: Path) -> GPT2LMHeadModel:
         run = Trainer(model, arguments(work, max_steps=400, learning_rate=3e-3, warmup_steps=0.1), train_dataset=first)
         run.train()
         model.save_pretrained(work / "first")
-    dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float(os.environ.get("DROPOUT", "0")))
-    return GPT2LMHeadModel.from_pretrained(work / "first", **dropped)
+    return GPT2LMHeadModel.from_pretrained(work / "first")
 
 
 def masks() -> np.ndarray:
