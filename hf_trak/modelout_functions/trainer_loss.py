@@ -115,7 +115,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             raise Called(args, kwargs)
 
         try:
-            self._computed(call, _as_inputs(batch))
+            self._computed(call, self._inputs(batch))
         except Called as called:
             return called.inputs, with_positions(called.named) if self._positions else called.named
         raise TypeError(
@@ -139,7 +139,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the loss of several rows cannot be told apart, or is no number.
         """
-        inputs, size = _as_inputs(batch), size_of(batch) or 1
+        inputs, size = self._inputs(batch), size_of(batch) or 1
         if size == 1:
             return self._answered(model_output, inputs).reshape(1)
         if not self._row_by_row:
@@ -249,7 +249,16 @@ class TrainerLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the result is no single number.
         """
-        return self._computed(model, _as_inputs(batch))
+        return self._computed(model, self._inputs(batch))
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer "
+                "takes. Use the data collator of the trainer."
+            )
+        return {name: value for name, value in batch.items() if name not in self.batch_columns}
 
     def shares(self, model_output: Any, batch: Batch, items: float | None) -> Tensor | None:
         """Compute the factor of the loss of every row in the loss of the whole batch, as the trainer takes it.
@@ -270,7 +279,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the loss of the batch is no weighted sum of those of its rows.
         """
-        inputs, size = _as_inputs(batch), size_of(batch) or 1
+        inputs, size = self._inputs(batch), size_of(batch) or 1
         with torch.enable_grad():
             leaves, spec = tree_flatten(model_output)
             given = [leaf(one, size) for one in leaves]
@@ -357,15 +366,6 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 "own (model_output, batch) -> (B,)."
             )
         return loss.reshape(())
-
-
-def _as_inputs(batch: Batch) -> dict[str, Any]:
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer takes. "
-            "Use the data collator of the trainer."
-        )
-    return dict(batch.items())
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:

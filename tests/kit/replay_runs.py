@@ -66,7 +66,7 @@ class RowWeights:
 
 
 def trainer(directory: Path, model: Any = None, rows: Any = TRAIN, **options: Any) -> Trainer:
-    """A trainer of 9 steps of two batches of two rows, of which the last of an epoch is one."""
+    """A trainer of 9 steps of two batches of two rows. The last batch of an epoch has one row."""
     defaults: dict[str, Any] = {
         "num_train_epochs": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3,
         "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True, "save_strategy": "no",
@@ -156,7 +156,7 @@ def replay_and_die(directory: Path, number: int, after: bool) -> None:
 
 
 def replay_saved(directory: Path) -> Any:
-    """Replay a run of another process, of which the last weights are saved, in parts of a few steps."""
+    """Replay a run of another process, which saved its last weights, in parts of a few steps."""
     sweep.KEPT_BYTES = 0
     model = tiny(dropout=0.1)
     model.load_state_dict(torch.load(directory / "last.pt", weights_only=True))
