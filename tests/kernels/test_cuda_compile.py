@@ -55,7 +55,7 @@ def _nvrtc():
         pytest.skip(f"NVRTC is not installed: {error}")
 
 
-@pytest.mark.parametrize("arch", [VOLTA, *ARCHITECTURES])
+@pytest.mark.parametrize("arch", ["80", "90a"])
 def test_kernels_compile_without_spills(arch):
     check_with_nvrtc(arch, kernels_for(arch, SHORT_LIST))
 

@@ -6,14 +6,18 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from places import PYTHONPATH
+from store_jobs import Job
 
 from hf_trak.cli.main import main
 from hf_trak.kernels import cache, cpu_sparse
 from hf_trak.store.atomic import leftovers
+
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 needs_compiler = pytest.mark.skipif(cpu_sparse.compiler() is None, reason="no C compiler")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
@@ -23,7 +27,6 @@ PLANTED = """
 __attribute__((constructor)) static void planted(void) { fclose(fopen("%s", "w")); }
 void sjlt_add(void) {}
 """
-LOAD = "from hf_trak.kernels import cpu_sparse; assert (cpu_sparse.compiled('sjlt', False) is not None) == bool({})"
 
 
 @pytest.fixture
@@ -48,10 +51,15 @@ def planted(place: Path, tmp_path: Path) -> Path:
     return path
 
 
+def loaded() -> bool:
+    return cpu_sparse.compiled("sjlt", False) is not None
+
+
 def load(expected: bool) -> None:
     """Load what is in the cache, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", LOAD.format(int(expected))], env=environment, check=True)
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {cache.DIRECTORY_VARIABLE: os.environ[cache.DIRECTORY_VARIABLE]}
+        assert Job(Path(directory) / "report.json", loaded, environment=environment).wait() == {"value": expected}
 
 
 @needs_compiler

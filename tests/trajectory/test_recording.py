@@ -84,11 +84,18 @@ def test_states_rates_and_norms(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-2 * (9 - step) / 9 for step in range(9)])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed, with checkpoints."""
+    directory = tmp_path_factory.mktemp("whole")
+    recorded(directory, save_strategy="steps", save_steps=2)
+    return directory
+
+
 @pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 5, 8))])
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int, after: bool) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    recorded(whole, save_strategy="steps", save_steps=2)
+def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path, number: int, after: bool) -> None:
+    killed = tmp_path / "killed"
     assert in_process(train_and_die, killed, number, after) < 0
     place = killed / "trak" / "trajectory" / "run"
     assert all(one.state in ("intact", "leftover") for one in verify_record(place))
@@ -115,11 +122,18 @@ def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
         recorded(tmp_path, max_grad_norm=1.0)
 
 
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with another seed."""
+    directory = tmp_path_factory.mktemp("foreign")
+    recorded(directory, seed=4)
+    return directory
+
+
 @pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
 @pytest.mark.parametrize("step", [0, 4, 9])
-def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> None:
-    recorded(tmp_path / "a")
-    recorded(tmp_path / "b", seed=4)
+def test_damaged_records_are_refused(whole: Path, foreign: Path, tmp_path: Path, change: str, step: int) -> None:
+    shutil.copytree(whole / "trak", tmp_path / "a" / "trak")
     record = record_of(tmp_path / "a")
     path = record.path(step)
     content = path.read_bytes()
@@ -130,7 +144,7 @@ def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> 
     elif change == "lost":
         path.unlink()
     else:
-        shutil.copy(record_of(tmp_path / "b").path(step), path)
+        shutil.copy(record_of(foreign).path(step), path)
     if change == "lost" and step == 9:  # as after a kill: what is there is valid
         assert len(record.steps()) == 8
         return
