@@ -103,10 +103,6 @@ def check_with_nvcc(arch, kernels):
         assert all(report.spill_bytes == 0 for report in found.values()), (arch, found)
 
 
-def test_kernels_compile_with_nvcc():
-    check_with_nvcc("90a", kernels_for("90a", SHORT_LIST))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_with_nvcc(arch):

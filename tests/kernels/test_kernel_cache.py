@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -141,12 +142,14 @@ def test_files_are_written_for_one_user_alone(place: Path, monkeypatch: pytest.M
     assert stat.S_IMODE((place / "new" / "a.so").stat().st_mode) == 0o600
 
 
-def test_clean_removes_what_killed_processes_left(place: Path) -> None:
-    code = (
-        "import os, signal; from hf_trak.kernels import cache; "
-        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL); cache.write('a.so', b'content')"
-    )
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
+def killed_write() -> None:
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    cache.write("a.so", b"content")
+
+
+def test_clean_removes_what_killed_processes_left(place: Path, tmp_path: Path) -> None:
+    environment = {cache.DIRECTORY_VARIABLE: str(place)}
+    assert Job(tmp_path / "report.json", killed_write, environment=environment).wait() is None
     (left,) = leftovers(place)
     assert left.removable
     assert main(["inspect", str(place), "--clean", "--json"]) == 0
