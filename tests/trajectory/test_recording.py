@@ -123,17 +123,18 @@ def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with another seed."""
-    directory = tmp_path_factory.mktemp("foreign")
-    recorded(directory, seed=4)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs without checkpoints, of two seeds."""
+    directory = tmp_path_factory.mktemp("runs")
+    recorded(directory / "a")
+    recorded(directory / "b", seed=4)
     return directory
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
 @pytest.mark.parametrize("step", [0, 4, 9])
-def test_damaged_records_are_refused(whole: Path, foreign: Path, tmp_path: Path, change: str, step: int) -> None:
-    shutil.copytree(whole / "trak", tmp_path / "a" / "trak")
+def test_damaged_records_are_refused(runs: Path, tmp_path: Path, change: str, step: int) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
     record = record_of(tmp_path / "a")
     path = record.path(step)
     content = path.read_bytes()
@@ -144,7 +145,7 @@ def test_damaged_records_are_refused(whole: Path, foreign: Path, tmp_path: Path,
     elif change == "lost":
         path.unlink()
     else:
-        shutil.copy(record_of(foreign).path(step), path)
+        shutil.copy(record_of(runs / "b").path(step), path)
     if change == "lost" and step == 9:  # as after a kill: what is there is valid
         assert len(record.steps()) == 8
         return

@@ -143,7 +143,7 @@ def kill_and_resume(reference: Reference, place: Path, kills: int, seed: int) ->
         assert names - {".experiments.lock"} == reference.result["files"].keys()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(reference: Reference, tmp_path: Path, kills: int) -> None:
     kill_and_resume(reference, tmp_path, kills, seed=0)
 
