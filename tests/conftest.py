@@ -33,6 +33,14 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_disk() -> Iterator[None]:
+    """Do not wait for disks: no test cuts the power, and what a killed process has written is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state."""

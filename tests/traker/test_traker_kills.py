@@ -156,7 +156,6 @@ def test_killed_at_any_moment_often(reference: Reference, tmp_path: Path) -> Non
 @pytest.mark.parametrize("call", ["link", "replace"])
 def test_interrupted_before_each_file_appears(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the registration of a model id and its arrays, among other places."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     run(tmp_path / "whole")
     expected, act, steps = digests(tmp_path / "whole"), getattr(os, call), 0
     while True:
