@@ -171,9 +171,10 @@ class _Dropping(TorchFunctionMode):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = dict(zip(names, args, strict=False)) | kwargs
             return self._attention(**given) if given.get("dropout_p", 0.0) > 0 else func(*args, **kwargs)
-        if func is torch.rand:  # of paths that are dropped as a whole
+        if func is torch.rand:  # one number for each row drops a whole path
             size = args[0] if args and isinstance(args[0], Sequence) else kwargs.get("size", args)
-            return self.mask(torch.Size(size), lambda: func(*args, **kwargs))
+            if len(size) > 2 and math.prod(size[1:]) == 1:
+                return self.mask(torch.Size(size), lambda: func(*args, **kwargs))
         if func is functional.multi_head_attention_forward and given_dropout(args, kwargs):
             raise HfTrakError(
                 "`torch.nn.MultiheadAttention` has dropout inside. Expected attention of `transformers`, whose masks "

@@ -89,11 +89,18 @@ def test_states_rates_and_norms(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-2 * (9 - step) / 9 for step in range(9)])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed, with checkpoints."""
+    directory = tmp_path_factory.mktemp("whole")
+    recorded(directory, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
+    return directory
+
+
 @pytest.mark.parametrize("number", [pytest.param(i, marks=[] if i == 3 else pytest.mark.slow) for i in range(1, 11)])
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int, after: bool) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    recorded(whole, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
+def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path, number: int, after: bool) -> None:
+    killed = tmp_path / "killed"
     assert in_process(train_and_die, killed, number, after) < 0
     place = killed / "trak" / "trajectory" / "run"
     assert all(one.state in ("intact", "leftover") for one in verify_record(place))
@@ -120,11 +127,19 @@ def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
         recorded(tmp_path, max_grad_norm=1.0)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs without checkpoints, of two seeds."""
+    directory = tmp_path_factory.mktemp("runs")
+    recorded(directory / "a")
+    recorded(directory / "b", seed=4)
+    return directory
+
+
 @pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
 @pytest.mark.parametrize("step", [0, 4, 9])
-def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> None:
-    recorded(tmp_path / "a")
-    recorded(tmp_path / "b", seed=4)
+def test_damaged_records_are_refused(runs: Path, tmp_path: Path, change: str, step: int) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
     record = record_of(tmp_path / "a")
     path = record.path(step)
     content = path.read_bytes()
@@ -135,7 +150,7 @@ def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> 
     elif change == "lost":
         path.unlink()
     else:
-        shutil.copy(record_of(tmp_path / "b").path(step), path)
+        shutil.copy(record_of(runs / "b").path(step), path)
     if change == "lost" and step == 9:  # as after a kill: what is there is valid
         assert len(record.steps()) == 8
         return
