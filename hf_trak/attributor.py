@@ -52,7 +52,7 @@ from hf_trak.methods import (
     method_of_all_rows,
 )
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
@@ -521,11 +521,11 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
-            if not isinstance(part, Span) or not isinstance(self.task, AggregatedModelOutput):
+            if not isinstance(part, Span) or labels_of(self.task) is None:
                 raise TypeError(
                     f"`part` is {part!r}, and the task is {type(self.task).__name__}. Expected a `Span`, such as "
-                    "`Span(words='barn')`, and a task with several labels per row, such as 'causal_lm'. Leave `part` "
-                    "out, or correct it."
+                    "`Span(words='barn')`, and a task with several labels per target. Leave `part` out, or pass "
+                    "`task=`, such as 'causal_lm'."
                 )
             ready = attribute_of(self.features.data_collator, "ready")
             eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
@@ -653,8 +653,7 @@ class TrakAttributor:
                 `text_columns`, `label_column`, `label_names`, where the defaults do not find them.
 
         Raises:
-            IndexError: there is no such target.
-            ValueError: nothing is attributed yet, or a column does not exist.
+            ValueError: there is no such target, nothing is attributed yet, or a column does not exist.
         """
         from hf_trak.report.notebook import show_target  # reports need more packages than attribution does
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +141,18 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}. See `{self.prog} --help`.\n")
+
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        try:
+            value = super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            raise self._refusal(action, arg_string) from error
+        if action.choices is not None and value not in action.choices:
+            raise self._refusal(action, arg_string)
+        return value
+
+    def _refusal(self, action: Action, text: str) -> ArgumentError:
+        return ArgumentError(None, f"`{action.option_strings[0]}` is {text!r}. Expected {_expected(action)}")
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ from hf_trak.featurize.definition import (
     sources_of,
 )
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
-from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
+from hf_trak.featurize.featurizer import Featurizer, StoredRows
 from hf_trak.featurize.question import Question
+from hf_trak.featurize.row_features import row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset

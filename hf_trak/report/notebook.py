@@ -15,6 +15,7 @@ from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
 from hf_trak.report.views import RunViews
+from hf_trak.runtime.checks import is_int
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -140,12 +141,15 @@ def show_target(
         `TargetDisplay`: displayed by notebooks.
 
     Raises:
-        IndexError: there is no such target.
-        ValueError: `scored` is no such result, a column does not exist, or `examples` is below 1.
+        ValueError: there is no such target, `scored` is no such result, a column does not exist, or `examples` is
+            below 1.
         TypeError: there is no such option.
     """
-    if not 0 <= index < len(scored):
-        raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
+    if not is_int(index, 0) or index >= len(scored):
+        raise ValueError(
+            f"`target` is {index!r}. Expected the number of one of {len(scored)} targets, from 0. Give the row "
+            "that it has in the result of `attribute`."
+        )
     options = ReportOptions(examples=examples, **columns)
     # Select the row first, so that full score lists of the other targets are not read.
     rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
