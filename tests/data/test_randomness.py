@@ -21,7 +21,7 @@ from hf_trak import StreamedRows, TrakAttributor, TrakConfig
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept, held_generators, joined, set_generators
 from hf_trak.data.rows import RowBatches
 from hf_trak.errors import ConfigMismatchError, HfTrakError
-from hf_trak.featurize.featurizer import DrawMean
+from hf_trak.featurize.row_features import DrawMean
 from hf_trak.hub.loading import _draws
 from hf_trak.identity.collation import drawn_at_random
 
