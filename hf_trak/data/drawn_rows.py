@@ -416,17 +416,22 @@ class DrawnRows:
         """
         own = held_generators(*self._sources)
         with generators_kept(own):
-            first, *others = (rows_at(self._dataset, [row])[0] for row in rows)
+            first, second, third = (rows_at(self._dataset, [row])[0] for row in rows)
             for draw in range(_MIXING_DRAWS):
                 made = []
-                for other in others:
+                for other in (second, second, third):
                     set_generators(self._seed, self._side, rows[0], draw, own)
                     try:
                         made.append(dict(_leaves(self._collate([copy.copy(first), copy.copy(other)]))))
                     except Exception as error:  # of a collator that takes rows of one size alone, or single rows
                         logger.debug("Rows %s make no batch of two: %r", rows, error)
                         return
-                mixed = [path for path, value in made[0].items() if _first_differs(value, made[1].get(path))]
+                again, mixed = (
+                    [path for path, value in made[0].items() if _first_differs(value, other.get(path))]
+                    for other in made[1:]
+                )
+                if again:
+                    return  # no seed repeats them, which is refused when it comes to them
                 if mixed:
                     raise ValueError(
                         f"The data collator mixes rows, such as by Mixup or CutMix: {', '.join(map(_name, mixed))} of "
