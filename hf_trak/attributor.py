@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from datasets import Dataset as HFDataset
 from huggingface_hub import CommitInfo
@@ -20,6 +21,7 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
+from hf_trak.evaluation.review import class_column, review_table, sums_and_own, wrong_labels
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -638,6 +640,47 @@ class TrakAttributor:
             make_trainer, self.train_dataset, *given[:3], batch_size=self.args.batch_size, drop="mask"
         )
         return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
+
+    def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
+        """Say of every training row what it did to validation rows, what may be wrong with it, and what to do.
+
+        The table can be edited and given to [`~hf_trak.evaluation.fixed_dataset`], which makes a dataset to train on.
+        [`~hf_trak.evaluation.prove_removal`] trains without the rows that it changes. `report` then shows the rows
+        that helped and harmed the validation rows most.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The validation rows, whose mean output is the target.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"exact"`):
+                As in [`~TrakAttributor.group_scores`]. The scores of `"index"` compare rows for one target alone, and
+                find few wrong labels.
+
+        Returns:
+            `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
+            `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`,
+            where rows have one label each.
+
+        Raises:
+            TypeError: the training rows are no `datasets.Dataset`.
+            As `attribute`.
+        """
+        rows = self.train_dataset
+        if not isinstance(rows, HFDataset):
+            raise TypeError(
+                f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
+                "its rows. Convert them, such as with `Dataset.from_list`."
+            )
+        chosen = method_of_all_rows(method)
+        effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        column = class_column(rows)
+        doubtful, others = np.flatnonzero(effects < 0), {}
+        if column is not None and len(doubtful):
+            labels = RowGroups.of(rows, column)
+            question = self._question(rows.select(doubtful), chosen, None, None, None)
+            sums, own = sums_and_own(planned(self.features, question, chosen).blocks, labels, doubtful)
+            found = wrong_labels(sums, own, labels.member.numpy()[doubtful])
+            others = {int(doubtful[one]): labels.values[other] for one, other in found.items()}
+        return review_table(rows, effects, column, others)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
