@@ -414,7 +414,6 @@ class TrakAttributor:
         of: "Literal['index'] | Index | TrakAttributor" = "index",
         rows: int = 64,
         targets: int = 16,
-        seed: int = 0,
     ) -> Fidelity:
         """Compare scores that cost little with better ones, on a random sample of the training rows.
 
@@ -432,8 +431,6 @@ class TrakAttributor:
                 Number of training rows to score with the index; fewer if the dataset has fewer.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the sample.
 
         Returns:
             [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
@@ -445,14 +442,14 @@ class TrakAttributor:
             All that `fit_curvature` raises.
         """
         if isinstance(of, TrakAttributor):
-            return measure_fidelity(self.features, of.features.store, rows, targets, seed)
+            return measure_fidelity(self.features, of.features.store, rows, targets, self.args.seed)
         if isinstance(of, Index) and of.first_pass_bytes is not None:
-            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, seed)
+            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, self.args.seed)
         if of not in ("index", Index()):
             raise ValueError(
                 f"`of` is {of!r}. Expected 'index', `Index(first_pass_bytes=...)`, or an attributor of the same rows."
             )
-        return measure_fidelity(self.features, "index", rows, targets, seed)
+        return measure_fidelity(self.features, "index", rows, targets, self.args.seed)
 
     def attribute(
         self,
@@ -642,7 +639,7 @@ class TrakAttributor:
         return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
 
     def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
-        """Say of every training row what it did to validation rows, what may be wrong with it, and what to do.
+        """Tell what each training row did to validation rows, what may be wrong with it and what to do.
 
         The table can be edited and given to [`~hf_trak.evaluation.fixed_dataset`], which makes a dataset to train on.
         [`~hf_trak.evaluation.prove_removal`] trains without the rows that it changes. `report` then shows the rows
@@ -911,7 +908,6 @@ class TrakAttributor:
         rows: Sequence[int],
         similar: Similarity | Sequence[int] | None = "embeddings",
         draws: int = 16,
-        seed: int = 0,
         checkpoints: Checkpoints = None,
     ) -> PatchResult:
         """Take one small training step on some rows, and compare its effect on a target with that of other rows.
@@ -929,8 +925,6 @@ class TrakAttributor:
                 left out; or numbers of rows; or `None` for no such control.
             draws (`int`, *optional*, defaults to 16):
                 How often as many random rows are drawn, at least 4.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the draws.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`]. `checkpoints=[2]` takes one.
 
@@ -945,7 +939,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
-        return verify_rows(self.features, target, rows, similar, draws, seed, checkpoints)
+        return verify_rows(self.features, target, rows, similar, draws, self.args.seed, checkpoints)
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.

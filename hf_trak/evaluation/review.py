@@ -50,8 +50,8 @@ def review_table(
             The rows that have probably a wrong label, and the label that they should have.
 
     Returns:
-        `datasets.Dataset`: the rows in their order, with `effect`, `reason`, `suggested_action`, and, where there is a
-        column of labels, `suggested_label`.
+        `datasets.Dataset`: the rows in their order, with `effect`, `reason` and `suggested_action`, and with
+        `suggested_label` beside a column of labels.
     """
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
