@@ -184,7 +184,7 @@ def logged_losses(trainer: Any, checkpoints: Sequence[str] = ()) -> list[tuple[r
 
     Args:
         trainer: the trainer.
-        checkpoints: directories that it saved, of which the last one has its log if it has not trained itself.
+        checkpoints: directories that it saved. The last one has the log of a trainer that has not trained itself.
     """
     history = trainer.state.log_history
     if not history:
