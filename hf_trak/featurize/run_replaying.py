@@ -56,7 +56,8 @@ class RunReplay:
             method: the options.
 
         Raises:
-            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            HfTrakError: the model is divided over processes, rows come at random or are more or fewer than the run's,
+                or the task has no loss.
             IncompleteStoreError: there is no record.
             StoreError: it is damaged.
         """
@@ -85,6 +86,12 @@ class RunReplay:
             self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
         else:
             self.record = RunRecord.open(directory)
+            n, trained = row_count(model.train_dataset, "train_dataset"), self.record.description["train_rows"]
+            if n != trained:
+                raise HfTrakError(
+                    f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
+                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                )
 
         self._collated = batches.collated
 
@@ -102,11 +109,46 @@ class RunReplay:
 
         Raises:
             CheckpointMismatchError: the model does not have the last weights of the run.
-            HfTrakError: the training rows or their loss are not those of the run.
+            HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
+                drawn more than once.
             StoreError: a file is missing or damaged.
+            ValueError: there are several checkpoints.
         """
-        identity = self._identity(question)
-        digest = content_digest(identity)[:12]
+        return PlannedScores(self._identity(question), self._blocks(question, self.results(question)))
+
+    def facts(self, question: Question) -> dict[str, str]:
+        """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.
+
+        Args:
+            question: what is asked, as in [`plan`], which is not computed again.
+        """
+        change = 0.1 * torch.cat([one.settings for one in self.results(question)], 2).mean(2)
+        half = change.shape[1] // 2
+        texts = {
+            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
+            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
+            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
+            if bool(one.isfinite().all())
+        }
+        return {"run": str(self.summary()).splitlines()[0], **texts}
+
+    def results(self, question: Question) -> list[SweepResult]:
+        """Return what the sweeps for groups of targets found, in order.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            ValueError: there are several checkpoints.
+            All that [`plan`] raises.
+        """
+        if len(question.ids) > 1:
+            raise ValueError(
+                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
+                "weights alone. Leave `checkpoints` out."
+            )
+        self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
+        digest = content_digest(self._identity(question))[:12]
         directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
         sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
         if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
@@ -114,8 +156,7 @@ class RunReplay:
             source = {**model.sources, **question.sources}.get(model_id)
             with model.weights(model_id, source, register=model_id not in model.store.model_ids):
                 processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
-        results = [one.result(len(part)) for part, one in sweeps]
-        return PlannedScores(identity, self._blocks(question, results))
+        return [one.result(len(part)) for part, one in sweeps]
 
     def _identity(self, question: Question) -> dict[str, Any]:
         method, store = self.method, self.model.store

@@ -9,6 +9,7 @@ from datasets import Dataset
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
@@ -50,10 +51,12 @@ class LastResult:
         if isinstance(method, Index):
             return {}
         if isinstance(method, Replay):
+            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share or 1:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.form} of {method.rows} rows a step",
+                "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
+                **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
             }
         if isinstance(method, Rerank) and rows is None:
             return {"reranked": "nothing: the training rows are not at hand"}
