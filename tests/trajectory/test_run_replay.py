@@ -94,17 +94,23 @@ def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("number", [pytest.param(i, marks=[] if i == 5 else pytest.mark.slow) for i in range(1, 11)])
+MOMENTS = [*(("file", number) for number in range(1, 9)), ("product", 2), ("product", 6)]
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [pytest.param(*one, marks=[] if one == ("file", 5) else pytest.mark.slow) for one in MOMENTS],
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_sweeps_go_on_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, after: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, after: bool
 ) -> None:
     monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)  # which is put back
     for place in ("a", "b"):
         run = recorded(tmp_path / place, tiny(dropout=0.1))
         torch.save(run.model.state_dict(), tmp_path / place / "last.pt")
     whole = scores_of(replay_saved(tmp_path / "a"))
-    code = in_process(replay_and_die, tmp_path / "b", number, after)
+    code = in_process(replay_and_die, tmp_path / "b", moment, number, after)
     assert code < 0
     assert torch.equal(scores_of(replay_saved(tmp_path / "b")), whole)
 
