@@ -226,9 +226,10 @@ class StepPasses:
         total = torch.zeros_like(directions)
         wanted = [(one, places) for one, places in zip(batches, chosen, strict=True) if places]
         for (_, places), (passed, _, batch) in zip(wanted, self._drawn([one for one, _ in wanted]), strict=True):
-            index = torch.tensor(places, device=directions.device)
-            self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
-            total += self._curvatures[form].products(SplitBatch.of(batch).picked(places), directions)
+            factors, split = self.shares(passed, batch) * passed.scale, SplitBatch.of(batch)
+            for part in [[place] for place in places] if self.task.row_by_row else [places]:
+                self._weighted.factors = factors[torch.tensor(part, device=factors.device)]
+                total += self._curvatures[form].products(split.picked(part), directions)
         return total
 
 
