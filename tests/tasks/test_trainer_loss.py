@@ -287,6 +287,24 @@ def test_a_trainer_that_changes_its_batches_is_named(tmp_path: Path, caplog: pyt
     assert "GKDTrainer also changes batches before `compute_loss`" in caplog.text
 
 
+class OnPolicy(hf.Trainer):
+    """A trainer whose batches are answers of the model, such as `DistillationTrainer`."""
+
+    def _prepare_inputs(self, inputs: list[Any]) -> Any:
+        return self.data_collator.of(self.model.generate(inputs))
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return model(input_ids=inputs["completion_ids"]).logits.mean()
+
+
+def test_answers_that_no_row_holds_are_refused(tmp_path: Path) -> None:
+    trainer = made(tmp_path, OnPolicy, gpt2(), rows(), lambda given: given)
+    with pytest.raises(
+        ValueError, match=r"`OnPolicy.compute_loss` takes what `_prepare_inputs` makes, such as answers"
+    ):
+        TrakAttributor.from_trainer(trainer, config(tmp_path))
+
+
 def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     trainer = CASES["weighted"](tmp_path)
     trainer._set_signature_columns_if_needed()
