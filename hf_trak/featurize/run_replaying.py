@@ -90,7 +90,7 @@ class RunReplay:
             if n != trained:
                 raise HfTrakError(
                     f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
-                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                    "the run, in their order. Give its training dataset."
                 )
 
         self._collated = batches.collated

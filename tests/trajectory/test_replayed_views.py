@@ -1,5 +1,6 @@
 """Forms of a question to the replay of a run: against retraining with other weights of rows, and plain loops."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,11 @@ def test_questions_to_other_rows_or_several_checkpoints_are_refused(tmp_path: Pa
     attributor.featurize([tiny(), run.model])
     with pytest.raises(ValueError, match=r"`checkpoints` are \[0, 1\], and a replay follows one run"):
         attributor.attribute(EVAL, method=PLAIN, checkpoints=[0, 1])
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "trak" / "trajectory", other / "trak" / "trajectory")
+    fewer = TrakAttributor.from_trainer(trainer(tmp_path, run.model, rows=TRAIN.select(range(9))), config(other))
     with pytest.raises(HfTrakError, match="was trained on 10 rows, and the training dataset has 9"):
-        attributor.exclude([3]).attribute(EVAL, method=PLAIN)
+        fewer.attribute(EVAL, method=PLAIN)
 
 
 def test_several_draws_of_targets_are_refused(tmp_path: Path) -> None:
