@@ -21,16 +21,19 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import Identity
+from hf_trak.trajectory.dropout import taking_masks
 from hf_trak.trajectory.guards import warnings_of
+from hf_trak.trajectory.own_losses import with_own_loss
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
-from hf_trak.trajectory.saved_run import SavedRun
+from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice, noise
 from hf_trak.trajectory.states import RunPath
 from hf_trak.trajectory.summary import RunSummary
@@ -56,7 +59,8 @@ class RunReplay:
             method: the options.
 
         Raises:
-            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            HfTrakError: the model is divided over processes, rows come at random or are more or fewer than the run's,
+                or the task has no loss.
             IncompleteStoreError: there is no record.
             StoreError: it is damaged.
         """
@@ -85,16 +89,43 @@ class RunReplay:
             self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
         else:
             self.record = RunRecord.open(directory)
+            n, trained = row_count(model.train_dataset, "train_dataset"), self.record.description["train_rows"]
+            if n != trained:
+                raise HfTrakError(
+                    f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
+                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                )
+
+        self._collated = batches.collated
 
     @cached_property
     def path(self) -> RunPath:
-        """Return the path of the run.
+        """Return the path of the run, with the losses that its trainer computed.
 
         Raises:
-            HfTrakError: the loss of the record is not that of the model.
+            HfTrakError: they are not known.
             StoreError: a file is missing or damaged.
         """
-        return _path_of(self.record, self.model.device)
+        record, device = self.record, self.model.device
+        if isinstance(record, RunRecord):
+            path, across = RunPath.of_record(record, device), record.description["across_devices"]
+            processes = record.description["processes"]
+        else:
+            numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
+            path = RunPath(
+                record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
+            )
+            processes, across = 1, True
+        own = getattr(self.task, "of_task", None)
+        if isinstance(own, TrainerLossModelOutput):
+            path.steps = with_own_loss(path.steps, own, self._collated, processes, across)
+            path.logged = logged_losses(self.model.trainer) if isinstance(record, RunRecord) else path.logged
+        elif not path.logged and isinstance(record, RunRecord):
+            raise HfTrakError(
+                "The record has no loss: the model returned none, since the trainer computed it from the outputs. "
+                "Expected the trainer, which has this loss. Make the attributor by `TrakAttributor.from_trainer`."
+            )
+        return path
 
     def summary(self) -> RunSummary:
         """Describe the run."""
@@ -109,28 +140,55 @@ class RunReplay:
 
         Raises:
             CheckpointMismatchError: the model does not have the last weights of the run.
-            HfTrakError: the training rows or their loss are not those of the run.
+            HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
+                drawn more than once.
             StoreError: a file is missing or damaged.
+            ValueError: there are several checkpoints.
         """
-        method = self._chosen(question)
-        identity = self._identity(question, method)
-        place, digest = self._place(question, identity)
-        planned = [
-            [(part, self._targets_of(place / f"targets-{part.start:06d}-{part.stop:06d}", part, {"replay": digest}))]
-            for part in self._parts(question.m)
-        ]
-        path, found = self.path, _joined(self._swept(question, planned, method, self.path))
-        coarse = None
+        method, path = self._chosen(question), self.path
+        found, coarse = self._found(question, method), None
         if len(path.states) > 2 and path.gap > 1:
+            place, digest = self._place(question, self._identity(question, method))
             one = self._targets_of(place / "every-second", range(1), {"replay": digest, "states": "every second"})
             coarse = self._swept(question, [[(range(1), one)]], method, path.thinned())[0].scores
         if self.model.processes.is_main_process:
             for text in warnings_of(found, path, method, coarse):
                 logger.warning("%s", text)
-        return PlannedScores(identity, self._blocks(question, found.scores))
+        return PlannedScores(self._identity(question, method), self._blocks(question, found.scores))
+
+    def facts(self, question: Question) -> dict[str, str]:
+        """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.
+
+        Args:
+            question: what is asked, as in [`plan`], which is not computed again.
+        """
+        change = 0.1 * self._found(question, self._chosen(question)).settings.mean(2)
+        half = change.shape[1] // 2
+        texts = {
+            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
+            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
+            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
+            if bool(one.isfinite().all())
+        }
+        return {"run": str(self.summary()).splitlines()[0], **texts}
+
+    def _found(self, question: Question, method: Replay) -> SweepResult:
+        """Return what the sweeps of all targets found, with a share that is chosen."""
+        place, digest = self._place(question, self._identity(question, method))
+        planned = [
+            [(part, self._targets_of(place / f"targets-{part.start:06d}-{part.stop:06d}", part, {"replay": digest}))]
+            for part in self._parts(question.m)
+        ]
+        return _joined(self._swept(question, planned, method, self.path))
 
     def _chosen(self, question: Question) -> Replay:
         """Choose the share of the rows whose curvature is used, unless it is given."""
+        if len(question.ids) > 1:
+            raise ValueError(
+                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
+                "weights alone. Leave `checkpoints` out."
+            )
+        self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
         method, m = self.method, question.m
         if method.hessian_share is not None:
             return method
@@ -206,7 +264,8 @@ class RunReplay:
         with model.processes.all_or_none():
             last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
             self._check_weights(path, last)
-            featurizer = model.featurizer(self.task)
+            task = taking_masks(self.task) if path.steps[0].batches[0].random is not None else self.task
+            featurizer = model.featurizer(task)
             featurizer.prepare_task(model_id, model.args.batch_size)
             batches = featurizer.batches(model.train_dataset)
 
@@ -215,7 +274,8 @@ class RunReplay:
                     batch = send_to_device(batches.collated(list(rows)), model.device)
                     yield list(rows), featurizer.in_dtype_of_model(batch)
 
-            passes = StepPasses(model.model, self.task, model.layout, featurizer.computer(), collated)
+            bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
+            passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
             targets = self._targets(question, passes)
         options = SweepOptions(method.smoothing, method.hessian_share or 1.0, method.products, model.args.seed)
         try:
@@ -225,7 +285,7 @@ class RunReplay:
                 asked = [(one, targets[list(of)]) for of, one in group]
                 BackwardSweep(path, options, passes, model.processes).run(asked, what)
         finally:
-            passes.put(last.to(model.device))
+            passes.end(last.to(model.device))
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""
@@ -268,29 +328,8 @@ class RunReplay:
 def _joined(results: Sequence[SweepResult]) -> SweepResult:
     """Join what sweeps of one path found for their targets."""
     growth = torch.stack([one.growth for one in results]).max(0).values
-    return SweepResult(torch.cat([one.scores for one in results], 1), growth, results[0].losses)
-
-
-def _path_of(record: RunRecord | SavedRun, device: torch.device) -> RunPath:
-    """Return the path of a run.
-
-    Raises:
-        HfTrakError: the loss of the record is not that of the model.
-        StoreError: a file is missing or damaged.
-    """
-    if isinstance(record, RunRecord):
-        path = RunPath.of_record(record, device)
-        if not path.logged:
-            raise HfTrakError(
-                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
-                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
-                "without them to replay the run."
-            )
-        return path
-    numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
-    return RunPath(
-        record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
-    )
+    settings = torch.cat([one.settings for one in results], 2)
+    return SweepResult(torch.cat([one.scores for one in results], 1), growth, results[0].losses, settings)
 
 
 def _checksums(record: RunRecord | SavedRun) -> list[str]:

@@ -224,7 +224,7 @@ class BackwardSweep:
         progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
         for index in range(behind - 1, start - 1, -1):
             groups = [group for group in self._groups if group.behind > index]
-            self._backward(index, states[index - start], states[index - start + 1].moments, groups)
+            self._backward(index, states[index - start], states[index - start + 1], groups)
             for group in groups:
                 group.growth[index] = self._largest(group.cotangents, index)
                 group.behind = index
@@ -242,16 +242,21 @@ class BackwardSweep:
             )
         return found
 
-    def _backward(self, index: int, state: State, after: Moments, groups: Sequence[SweptTargets]) -> None:
+    def _backward(self, index: int, state: State, after: State, groups: Sequence[SweptTargets]) -> None:
         """Take the derivatives back through one step, and add the scores of its rows."""
         recorded, step = self.path.steps[index], self._step(index)
+        decoupled = isinstance(step, AdamStep) and step.decoupled
+        decayed = state.weights * (-step.rate * step.decay if decoupled else math.nan)
+        ways = torch.stack([after.weights - state.weights, decayed.to(state.weights)])
         with self.processes.all_or_none():
             self.passes.put(state.weights)
             held = list(self.passes.rows(recorded.batches)) if self.passes.fits(len(recorded.rows)) else None
             gradient = torch.zeros_like(state.weights)
             for part in held or self.passes.rows(recorded.batches):
                 gradient += part.gradients.sum(0)
-            gammas = [step.backward(group.cotangents, after, gradient, state.weights) for group in groups]
+            for group in groups:
+                group.settings[:, index] = inner_products(ways, group.cotangents.weights).cpu()
+            gammas = [step.backward(group.cotangents, after.moments, gradient, state.weights) for group in groups]
             for part in held or self.passes.rows(recorded.batches):
                 for group, gamma in zip(groups, gammas, strict=True):
                     group.scores.index_add_(0, torch.tensor(part.rows), inner_products(part.gradients, gamma).cpu())

@@ -29,11 +29,14 @@ class SweepResult:
         scores (`torch.Tensor`): the derivative of each target by the weight of each row, `(n, m)`, float64.
         growth (`torch.Tensor`): ‖a_t‖ before each step, the largest of all targets relative to the start, `(T,)`.
         losses (`torch.Tensor`): the loss of each step on the path, `(T,)`.
+        settings (`torch.Tensor`): d f / d ln η and d f / d ln λ of every step and target, `(2, T, m)`, float64; NaN
+            where weight decay is a part of the gradient.
     """
 
     scores: Tensor
     growth: Tensor
     losses: Tensor
+    settings: Tensor
 
 
 class SweptTargets:
@@ -47,11 +50,13 @@ class SweptTargets:
         cotangents ([`Cotangents`]): the derivatives of the targets before that step.
         scores (`torch.Tensor`): the scores so far, `(n, m)`.
         growth (`torch.Tensor`): ‖a_t‖ before each step, `(T,)`.
+        settings (`torch.Tensor`): d f / d ln η and d f / d ln λ, `(2, T, m)`.
     """
 
     cotangents: Cotangents
     scores: Tensor
     growth: Tensor
+    settings: Tensor
 
     def __init__(
         self, directory: Path, identity: Identity, train_rows: int, steps: int, targets: int, draw: int = 0
@@ -84,7 +89,9 @@ class SweptTargets:
 
     def _result_specs(self) -> dict[str, TensorSpec]:
         series = TensorSpec((self.count,), (torch.float64,))
-        return {"scores": TensorSpec((self.n, self.m), (torch.float64,)), "growth": series, "losses": series}
+        scores = TensorSpec((self.n, self.m), (torch.float64,))
+        settings = TensorSpec((2, self.count, self.m), (torch.float64,))
+        return {"scores": scores, "growth": series, "losses": series, "settings": settings}
 
     def file(self, kind: str, step: int) -> Path:
         """Return the path of a file that a sweep needs on the way."""
@@ -114,6 +121,7 @@ class SweptTargets:
             self.cotangents = Cotangents.of(targets)
             self.scores = torch.zeros(self.n, self.m, dtype=torch.float64)
             self.growth = torch.zeros(self.count, dtype=torch.float64)
+            self.settings = torch.zeros(2, self.count, self.m, dtype=torch.float64)
             return
         self.behind = found[0]
         whole = TensorSpec(tuple(targets.shape), (targets.dtype,))
@@ -122,7 +130,7 @@ class SweptTargets:
         read = {name: tensor.clone() for name, tensor in read.items()}
         known = read.pop("losses")
         losses.copy_(torch.where(known.isnan(), losses, known))
-        self.scores, self.growth = read.pop("scores"), read.pop("growth")
+        self.scores, self.growth, self.settings = (read.pop(name) for name in ("scores", "growth", "settings"))
         self.cotangents = Cotangents(**{name: value.to(targets.device) for name, value in read.items()})
 
     def keep(self, losses: Tensor) -> None:
@@ -141,6 +149,7 @@ class SweptTargets:
             "scores": self.scores,
             "growth": self.growth,
             "losses": losses,
+            "settings": self.settings,
         }
         write_tensors(self.file("back", self.behind), tensors, {**self.identity, "step": self.behind})
         for later in self.files("back"):
@@ -156,7 +165,8 @@ class SweptTargets:
         Raises:
             StoreError: the file cannot be written.
         """
-        tensors = {"scores": self.scores, "growth": self.growth / self._start, "losses": losses}
+        growth = self.growth / self._start
+        tensors = {"scores": self.scores, "growth": growth, "losses": losses, "settings": self.settings}
         write_tensors(self.result_path, tensors, self.identity)
 
     def clean(self) -> None:
