@@ -139,8 +139,10 @@ class Replay:
         steps (`int`, *optional*, defaults to 1000):
             Steps of a recipe back at most. Those of a longer run are taken together, which is refused where it makes
             steps too large for the curvature.
-        hessian_share (`float`, *optional*, defaults to 1.0):
-            Part of the rows of each step of a run whose curvature is used: less work, and more noise.
+        hessian_share (`float`, *optional*):
+            Part of the rows of a run whose curvature is used: less work, and more noise. By default all rows for few
+            targets. For more, two draws of a tenth are compared, and the share that agrees with all rows to .97 is
+            taken, within the work of twelve trainings.
         smoothing (`float`, *optional*, defaults to 0.1):
             κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
             derivative, which fails without warmup.
@@ -159,7 +161,7 @@ class Replay:
     form: Literal["gauss-newton", "hessian"] | None = None
     rows: int = 8
     steps: int = 1000
-    hessian_share: float = 1.0
+    hessian_share: float | None = None
     smoothing: float = 0.1
     name: str = "run"
     start: str | None = None
@@ -170,7 +172,7 @@ class Replay:
                 raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
         for name in ("rows", "steps"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
-        if not 0 < self.hessian_share <= 1:
+        if self.hessian_share is not None and not 0 < self.hessian_share <= 1:
             raise ValueError(f"`hessian_share` is {self.hessian_share!r}. Expected a part of the rows in (0, 1].")
         if not 0 <= self.smoothing < float("inf"):
             raise ValueError(f"`smoothing` is {self.smoothing!r}. Expected a finite number of at least 0.")

@@ -19,6 +19,7 @@ from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation.trainer_retraining import model_outputs
 from hf_trak.methods import Replay
 from hf_trak.trajectory import sweep
+from hf_trak.trajectory.passes import StepPasses
 
 ROWS, TARGETS, WORDS, LENGTH = 10, 3, 17, 6
 
@@ -161,6 +162,19 @@ def replay_saved(directory: Path) -> Any:
     model = tiny(dropout=0.1)
     model.load_state_dict(torch.load(directory / "last.pt", weights_only=True))
     return replayed(trainer(directory, model), directory, Replay(of="run", hessian_share=0.5))
+
+
+def replay_in_group(directory: str) -> dict[str, Any]:
+    """Replay in one of several processes, two directions at a time, and count those that this one has multiplied."""
+    sweep.TOGETHER, counts = 2, []
+    curvature = StepPasses.curvature
+
+    def watching(self: Any, batches: Any, chosen: Any, directions: Any, form: Any) -> Any:
+        counts.extend(len(one) for one in directions)
+        return curvature(self, batches, chosen, directions, form)
+
+    StepPasses.curvature = watching  # type: ignore[method-assign]
+    return {"scores": replay_saved(Path(directory))["trak_scores"], "products": sum(counts)}
 
 
 def watched(model: Any) -> list[list[int]]:
