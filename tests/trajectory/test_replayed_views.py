@@ -121,14 +121,17 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     cost = attributor.estimate(len(EVAL), method=PLAIN).stages["replay"]
     assert cost.passes == 3 * ROWS * (2 + 2 * len(EVAL))
     half = attributor.estimate(EVAL, method=Replay(of="run", hessian_share=0.5)).stages["replay"]
-    assert half.passes == 3 * ROWS * (2 + len(EVAL))
+    assert half.passes == 3 * ROWS * (2 + 4 / 3 * len(EVAL) / 2)
+    many = attributor.estimate(200, method=Replay(of="run")).stages["replay"].passes / (3 * ROWS)
+    assert many == pytest.approx(2 + 4 / 3 * 0.1 * 8 + 2 + 4 / 3 * 0.05 * 200, rel=1e-3)
     attributor.attribute(EVAL, top_k=None, method=PLAIN)
     place = tmp_path / "trak" / "experiments"
     files = list(place.rglob("scores.safetensors"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(cost.disk, abs=700)
     measured = attributor.estimate(EVAL, measure=True, method=PLAIN)
     assert measured.stages["replay"].seconds == cost.passes / measured.rows_per_second
-    attributor.args.curvature.memory = 2.5 * cost.memory / len(EVAL) / 2**30
+    parameters = attributor.trajectory().parameters
+    attributor.args.curvature.memory = 2.5 * 4 * 8 * parameters / 2**30
     assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 2 + 2 * len(EVAL))
     with pytest.raises(ValueError, match="nothing is known of its steps"):
         attributor.features.estimate(1, method=PLAIN)
