@@ -42,13 +42,14 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
         StoreError: its record is damaged.
     """
     processes = model.processes.num_processes
-    if isinstance(method, Replay) and method.of == "run":
-        summary = RunReplay(model, method).summary()
-        return Price(round(summary.passes(m, method.hessian_share) * model.train_size), 4 * model.train_size * m)
+    run = None
     if isinstance(method, Replay):
         checkpoints = checkpoints[-1:]
-        method = replace(method, steps=min(method.steps, trained_with(model).steps))
-    stages = model.estimate(m, len(checkpoints), method=method).stages
+        if method.of == "run":
+            run = RunReplay(model, method).summary()
+        else:
+            method = replace(method, steps=min(method.steps, trained_with(model).steps))
+    stages = model.estimate(m, len(checkpoints), False, method, run).stages
     extra = {name: one for name, one in stages.items() if name not in _OF_INDEX}
     directory = model.store.output_dir / "curvature"
     if all((directory / str(one) / "curvature.json").exists() for one in checkpoints):
