@@ -1091,8 +1091,6 @@ class TrakAttributor:
         repo_id: str,
         *,
         private: bool = True,
-        token: str | bool | None = None,
-        revision: str | None = None,
         **facts: Any,
     ) -> CommitInfo:
         """Publish the index as a dataset repo, with a card: see [`hf_trak.hub.push_index`].
@@ -1106,14 +1104,11 @@ class TrakAttributor:
                 The dataset repo, created if need be.
             private (`bool`, *optional*, defaults to `True`):
                 Create a private repo, and refuse a public one. `False` creates a public repo.
-            token (`str` or `bool`, *optional*):
-                As in `huggingface_hub`. It is passed on and never written anywhere.
-            revision (`str`, *optional*):
-                The branch, created if need be.
             facts:
                 `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
                 `"hf://user/model@revision"`), `lds`, `fidelity`, `commit_message`; `curvature=False` leaves curvatures
-                out, and `create_pr=True` opens a pull request instead.
+                out. `token` is as in `huggingface_hub`, and never written anywhere; `revision` is the branch, created
+                if need be; `create_pr=True` opens a pull request instead.
 
         Returns:
             `huggingface_hub.CommitInfo`: the commit.
@@ -1127,8 +1122,8 @@ class TrakAttributor:
         """
         from hf_trak.hub.push import Destination, push_attributor  # loaded by those who publish or use indexes
 
-        commit = {name: facts.pop(name) for name in ("create_pr", "commit_message") if name in facts}
-        destination = Destination(repo_id, private, token, revision, **commit)
+        names = ("token", "revision", "create_pr", "commit_message")
+        destination = Destination(repo_id, private, **{name: facts.pop(name) for name in names if name in facts})
         return push_attributor(self.features, destination, **facts)
 
 

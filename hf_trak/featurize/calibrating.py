@@ -20,6 +20,7 @@ from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.progress import duration
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import write_sealed
@@ -64,7 +65,12 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
     last = model.question(drawn, checkpoints=asked.ids[-1:])
     allowed = price(model, by, asked.m, asked.ids).passes  # which refuses what cannot be replayed
     methods = _affordable(model, asked, allowed)
-    logger.info("Calibrating with %d targets: %s row passes to replay them.", asked.m, f"{allowed:,}")
+    rate = model.rate()
+    time = "" if rate is None else f" and about {duration(allowed / rate)} at {rate:.3g} rows/s,"
+    logger.info(
+        "Calibrating with %d targets: %s row passes%s to replay them, and at most as many for other methods.",
+        asked.m, f"{allowed:,}", time,
+    )  # fmt: skip
     replayed = _table(model, last, by)
     tables = {method: _table(model, asked, method) for method in methods}
     passes = {method: price(model, method, asked.m, asked.ids).passes for method in methods}
