@@ -1,7 +1,7 @@
 """Arithmetic of what an attribution takes: parameters, disk, memory, time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.methods import Index, Method, Replay, Rerank, checked_method
+from hf_trak.methods import Combination, Exact, Index, Method, Replay, Rerank, checked_method
 from hf_trak.runtime.checks import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
@@ -248,7 +248,18 @@ def estimate_sizes(
             not given.
     """
     chosen = checked_method(method)
+    if isinstance(chosen, Combination):
+        parts = [
+            estimate_sizes(
+                model, train_dataset, args, checkpoints=checkpoints, eval_dataset=eval_dataset, processes=processes,
+                rows_per_second=rows_per_second, method=one,
+            )
+            for one in chosen.methods
+        ]  # fmt: skip
+        return replace(parts[0], stages=_added(one.stages for one in parts))
     refinement = None if isinstance(chosen, Index | Replay) else chosen.refinement
+    if isinstance(chosen, Exact | Rerank) and chosen.curvature is not None:
+        args = replace(args, curvature=replace(args.curvature, kind=chosen.curvature))
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
@@ -314,6 +325,21 @@ def estimate_sizes(
         stages=stages,
         largest_share=largest_share(model, layout, args, n) if "curvature" in stages else None,
     )
+
+
+def _added(parts: Iterable[dict[str, Cost]]) -> dict[str, Cost]:
+    """Add up the stages of several methods. Features, their targets and a curvature are shared."""
+    total = dict[str, Cost]()
+    for stages in parts:
+        for name, one in stages.items():
+            found = total.setdefault(name, one)
+            if found is not one and name in ("exact targets", "exact scores", "refine"):
+                seconds = None if found.seconds is None or one.seconds is None else found.seconds + one.seconds
+                total[name] = Cost(
+                    found.disk + one.disk, max(found.scratch, one.scratch), max(found.memory, one.memory),
+                    found.passes + one.passes, seconds,
+                )  # fmt: skip
+    return total
 
 
 def _exact_stages(
