@@ -160,6 +160,20 @@ def test_errors_are_messages_and_tracebacks_on_request(capsys, tmp_path, monkeyp
         main(["report", str(tmp_path)])
 
 
+@pytest.mark.parametrize("argument", ["env", "--help"])
+def test_output_that_nobody_reads_is_no_error(argument):
+    """As of `hf-trak env | head -1`, whose reader is gone before the output is."""
+    code = f"import os, sys; from hf_trak.cli.main import main; os.read(0, 1); sys.exit(main([{argument!r}]))"
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    os.close(reader)
+    _, error = child.communicate(b"x")
+    assert child.returncode == 1 and error == b""
+
+
 def test_env_names_versions_and_no_token(answer, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
     printed = answer("env")

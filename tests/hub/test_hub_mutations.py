@@ -145,7 +145,7 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Path:
 
 
 def over_http(hub: Hub, tmp_path: Path, whole: bool = False) -> Callable[[Path], np.ndarray]:
-    """Publish the files as a new commit, of which only the damaged ones are downloaded."""
+    """Publish the files as a new commit; only the damaged ones are downloaded."""
 
     def result(directory: Path) -> np.ndarray:
         hub.put("dataset", "tester/index", below(directory))

@@ -298,7 +298,7 @@ def test_scores_of_features_that_were_replaced_are_refused(tmp_path):
 
 
 def test_finalizing_that_was_killed_does_not_count(tmp_path, monkeypatch):
-    """Features of which some rows are new must be taken neither for the old ones nor for the new ones."""
+    """Features with some new rows must be taken neither for the old ones nor for the new ones."""
     grads, q = rows(N)
     saver = make_saver(tmp_path)
     saver.register_model_id(0, False)
