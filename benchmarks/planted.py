@@ -104,7 +104,7 @@ class FineTune:
         self.tokenizer = AutoTokenizer.from_pretrained(weights, gguf_file=GGUF)
         self.documents = documents()
         self.kinds = np.array([one.kind for one in self.documents])
-        ids = [[*self.tokenizer(one.text)["input_ids"], self.tokenizer.eos_token_id] for one in self.documents]
+        ids = [self.tokenizer(one.text)["input_ids"] for one in self.documents]
         texts = [one.text for one in self.documents]
         self.train = Dataset.from_dict({"text": texts, "input_ids": ids, "labels": ids})
         self.args = TrakConfig(str(work / "trak"), per_device_batch_size=8, use_cpu=True)
@@ -374,8 +374,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--remove", action="store_true", help="train again without the first 20 rows of each method")
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=5e-3)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--warmup", type=float, default=0, help="steps, or a share of them below 1")
     parser.add_argument("--first_layer", type=int, default=20, help="adapters from this layer on")
     given = parser.parse_args()

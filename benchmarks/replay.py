@@ -1,172 +1,256 @@
-"""Replay beside the index and exact scores, on a fine-tune by `Trainer` that is repeated without some of its rows.
+"""Replay beside the index, exact scores and retraining, on tiny models that `Trainer` trains.
 
-    python benchmarks/replay.py build --work replay --subsets 40
-    python benchmarks/replay.py lds --work replay
+    python benchmarks/replay.py run --work replay
+    python benchmarks/replay.py page
 
-A GPT-2 of about 100,000 parameters reads characters. It is trained on the topics of Python's own help, and then
-fine-tuned as `Trainer` does by default (AdamW, linear decay, no warmup, gradients clipped at 1) on scikit-learn's
-descriptions of data sets. The fine-tune is repeated without random 1, 5 and 50 % of the rows, which weigh zero in the
-loss: from the same weights with the same seed (the run's own order of the rows), and for 5 % with another seed
-(another order). `lds` prints the linear datamodeling score of each method, with 95 % intervals from resampled
-subsets and targets.
+`run` trains every case of `replay_cases.py` again without random 1, 5 and 50 % of its rows, which weigh zero in the
+loss: from the same weights, with the same seed, so in the same order; some also in other orders. It asks every method
+for scores, and keeps the linear datamodeling scores in `replay.json`, with 95 % intervals from resampled subsets and
+targets. What is there already, a training or the scores of a method, is not made again. `page` writes the tables of
+`pages/replay.md`.
 """
 
 import argparse
+import json
 import logging
-import tempfile
+import re
+import shutil
 import time
-from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from replay_cases import CASES, Case
+from transformers.utils import logging as transformers_logging
 
 from hf_trak import Exact, Replay, TrakAttributor, TrakConfig
-from hf_trak.evaluation import TrainerRetraining, evaluate_lds, random_subsets, retrain_on_subsets
-from hf_trak.evaluation.retraining import masks_and_outputs
+from hf_trak.callbacks import TrakCallback
+from hf_trak.errors import HfTrakError
+from hf_trak.evaluation import TrainerRetraining, evaluate_lds, masks_and_outputs, random_subsets, retrain_on_subsets
 
-LENGTH, ROWS, TARGETS = 64, 600, 40
-DROPPED = {"1 %": 0.99, "5 %": 0.95, "50 %": 0.5}
-RUN_SEED, OTHER_SEED = 1, 2
+SHARES = {"1 %": 0.01, "5 %": 0.05, "50 %": 0.5}
+RESULTS, PAGE = Path(__file__).with_name("replay.json"), Path(__file__).parent / "pages" / "replay.md"
 
-
-def chunks(text: str) -> Dataset:
-    """Cut text into rows of characters, which are bytes of ASCII."""
-    codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8) % 128
-    rows = codes[: len(codes) // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()
-    return Dataset.from_dict({"input_ids": rows, "labels": rows})
-
-
-def descriptions() -> Dataset:
-    """Read the descriptions of scikit-learn's data sets, in an order of their own."""
-    folder = files("sklearn.datasets") / "descr"
-    names = sorted(one.name for one in folder.iterdir() if one.name.endswith(".rst"))
-    texts = [(folder / name).read_text("utf-8") for name in names]
-    return chunks("\n".join(texts)).shuffle(seed=0)
+METHODS: dict[str, Any] = {
+    "index": "index",
+    "EK-FAC": Exact("ekfac"),
+    "hybrid": Exact("hybrid"),
+    "recipe": Replay(),
+    "plain": Replay(of="run", smoothing=0.0),
+    "recorded": Replay(of="run"),
+    "epochs, half": Replay(of="run", name="checkpoints", hessian_share=0.5),
+    "epochs": Replay(of="run", name="checkpoints"),
+    "recorded, half": Replay(of="run", hessian_share=0.5),
+}
+SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "epochs, half", "recipe")
 
 
-def arguments(directory: str, seed: int, rate: float = 5e-4, **options: Any) -> TrainingArguments:
-    """Return `Trainer`'s defaults, but for what the run is."""
-    return TrainingArguments(
-        directory, per_device_train_batch_size=30, learning_rate=rate, seed=seed, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True, logging_strategy="no", **options,
-    )  # fmt: skip
+# -- the truth --------------------------------------------------------------------------------------------------------
 
 
-def pretrained(path: Path, scratch: str, rate: float) -> dict[str, torch.Tensor]:
-    """Train on the help texts, or read what was trained."""
-    if not path.exists():
-        set_seed(0)
-        trainer = Trainer(
-            model_of(None),
-            arguments(scratch, 0, max_steps=400, rate=rate),
-            train_dataset=chunks("".join(topics.values())),
+def bank(case: Case, place: Path, share: float, order: int, train: bool) -> tuple[np.ndarray, np.ndarray] | None:
+    """Train without some rows, or read what was trained: rows that were kept `(s, n)`, and outputs `(s, m)`."""
+    path = place / (f"without-{share:g}" + (f"-order-{order}" if order else "") + ".npz")
+    if train and not (path.exists() and len(np.load(path)["kept"]) >= case.retrainings):
+        rows, targets = case.split()
+        masks = random_subsets(case.rows, 200, fraction=1 - share, seed=int(1000 * share))[: case.retrainings]
+        retrain = TrainerRetraining(
+            lambda rows, seed: case.trainer(place, rows, seed), rows, targets, case.task, drop="mask", seed=order
         )
-        trainer.train()
-        torch.save(trainer.model.state_dict(), path)
-    return torch.load(path, weights_only=True)
+        kept, outputs = masks_and_outputs(retrain_on_subsets(masks, retrain, path.with_name(path.stem)))
+        np.savez(path, kept=kept, outputs=outputs)
+    if not path.exists():
+        return None
+    found = np.load(path)
+    return found["kept"], found["outputs"][:, : case.targets]
 
 
-def model_of(weights: dict[str, torch.Tensor] | None) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    if weights is not None:
-        model.load_state_dict(weights)
-    return model
+# -- methods ----------------------------------------------------------------------------------------------------------
 
 
-class Case:
-    """The fine-tune, its rows and targets."""
-
-    def __init__(self, work: Path, scratch: str, rate: float) -> None:
-        work.mkdir(parents=True, exist_ok=True)
-        self.work, self.scratch = work, scratch
-        self.weights = pretrained(work / "pretrained.pt", scratch, rate)
-        rows = descriptions()
-        self.train, self.targets = rows.select(range(ROWS)), rows.select(range(ROWS, ROWS + TARGETS))
-
-    def trainer(self, rows: Any, seed: int) -> Trainer:
-        return Trainer(model_of(self.weights), arguments(self.scratch, seed), train_dataset=rows)
-
-    def bank(self, share: str, seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Train on subsets, or read what was trained: masks and outputs."""
-        masks = random_subsets(ROWS, count, DROPPED[share], seed=0)
-        retrain = TrainerRetraining(self.trainer, self.train, self.targets, drop="mask", seed=seed)
-        name = f"drop-{share.split()[0]}-seed-{seed}"
-        found = retrain_on_subsets(masks, retrain, self.work / name, settings=retrain.protocol)
-        return masks_and_outputs(found)
+def recorded(case: Case, place: Path, rows: Dataset) -> TrakAttributor:
+    """Train with a record and a checkpoint after each epoch, and return the attributor of the run."""
+    for old in ("out", "trak"):
+        shutil.rmtree(place / old, ignore_errors=True)
+    config = TrakConfig(str(place / "trak"), per_device_batch_size=30, use_cpu=True)
+    run = case.trainer(place, rows, save_strategy="epoch", logging_strategy="epoch")
+    run.add_callback(TrakCallback(config, record=True))
+    run.save_model(str(place / "out" / "checkpoint-0"))
+    begun = time.process_time()
+    run.train()
+    losses = [round(entry["loss"], 3) for entry in run.state.log_history if "loss" in entry]
+    trained = sum(value.numel() for value in run.model.parameters() if value.requires_grad)
+    about = {
+        "title": case.title, "parameters": trained, "rows": case.rows, "steps": run.state.global_step,
+        "losses": losses, "seconds": round(time.process_time() - begun, 2),
+    }  # fmt: skip
+    (place / "about.json").write_text(json.dumps(about))
+    return TrakAttributor.from_trainer(run, config, case.task)
 
 
-def banks(case: Case, count: int) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    for share in DROPPED:
-        yield share, case.bank(share, RUN_SEED, count)
-    yield "5 %, another order", case.bank("5 %", OTHER_SEED, count)
+def score(case: Case, place: Path, names: list[str]) -> None:
+    """Ask methods whose scores are not there."""
+    missing = [name for name in names if not (place / f"scores-{name}.npz").exists()]
+    if not missing:
+        return
+    rows, targets = case.split()
+    attributor = recorded(case, place, rows)
+    attributor.featurize()
+    for name in missing:
+        begun = time.process_time()
+        try:
+            found = attributor.attribute(targets, top_k=None, method=METHODS[name])
+        except HfTrakError as error:
+            print(f"  {name}: {error}", flush=True)
+            continue
+        table = np.array(found["trak_scores"]).T
+        seconds = time.process_time() - begun
+        np.savez(place / f"scores-{name}.npz", scores=table, seconds=seconds)
+        print(f"  {name}: {seconds:.1f} s", flush=True)
 
 
-def methods(all_of_them: bool) -> dict[str, Any]:
-    found = {
-        "index (default)": "index",
-        "EK-FAC": Exact("ekfac"),
-        "hybrid": Exact("hybrid"),
-        "replay (default)": Replay(),
-        "replay, 30 rows": Replay(rows=30),
-        "replay, Hessian, 30 rows": Replay(form="hessian", rows=30),
-    }
-    more = {
-        "replay, 2 rows": Replay(rows=2),
-        "replay, Hessian, 8 rows": Replay(form="hessian", rows=8),
-        **{f"replay, {steps} steps": Replay(steps=steps) for steps in (30, 15, 8, 4)},
-    }
-    return {**found, **more} if all_of_them else found
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def lds(case: Case, count: int, m: int, all_of_them: bool) -> None:
-    """Print a row for each method."""
-    set_seed(RUN_SEED)
-    trainer = case.trainer(case.train, RUN_SEED)
-    trainer.train()
-    truths = list(banks(case, count))
-    print(f"| | {' | '.join(name for name, _ in truths)} | seconds |\n|{'---|' * (len(truths) + 2)}", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        attributor = TrakAttributor.from_trainer(trainer, TrakConfig(directory, per_device_batch_size=32))
-        attributor.featurize()
-        for name, method in methods(all_of_them).items():
-            started = time.perf_counter()
-            scored = attributor.attribute(case.targets.select(range(m)), top_k=None, method=method).with_format(
-                "numpy"
-            )
-            seconds = time.perf_counter() - started
-            scores = np.stack(scored["trak_scores"][:]).T.astype(np.float64)
-            cells = [str(evaluate_lds(scores, masks, outputs[:, :m]).mean) for _, (masks, outputs) in truths]
-            print(f"| {name} | {' | '.join(cells)} | {seconds:.1f} |", flush=True)
+def judge(case: Case, place: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """Compute the scores of methods by the trainings that are there, but for figures that are known."""
+    banks = {name: found for name, share in SHARES.items() if (found := bank(case, place, share, 0, False))}
+    orders = [found for order in range(1, case.orders + 1) if (found := bank(case, place, 0.05, order, False))]
+    if orders and len(orders) == case.orders:
+        others = np.stack([outputs for _, outputs in orders])
+        banks["other orders"] = orders[0][0], others.mean(0)
+    found: dict[str, Any] = {**known, "about": json.loads((place / "about.json").read_text())}
+    found["retrainings"] = {name: len(kept) for name, (kept, _) in banks.items()}
+    if "other orders" in banks:
+        kept = orders[0][0]
+        own = banks["5 %"][1]
+        ceilings = [rank_agreement(one, np.delete(others, i, 0).mean(0)) for i, one in enumerate(others)]
+        found["ceiling"] = round(float(np.mean(ceilings)), 3)
+        found["own order"] = round(rank_agreement(own[: len(kept)], others.mean(0)), 3)
+    methods = dict(known.get("methods", {}))
+    for path in sorted(place.glob("scores-*.npz")):
+        name, stored = path.stem.removeprefix("scores-"), np.load(path)
+        figures = dict(methods.get(name, {}))
+        if figures.get("seconds") != round(float(stored["seconds"]), 1):
+            figures = {"seconds": round(float(stored["seconds"]), 1)}
+        for share, truth in banks.items():
+            if share not in figures or known["retrainings"].get(share) != len(truth[0]):
+                mean = evaluate_lds(stored["scores"], *truth).mean
+                figures[share] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
+        methods[name] = figures
+    found["methods"] = methods
+    return found
+
+
+def rank_agreement(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the mean rank correlation of outputs `(s, m)`, over targets."""
+    from scipy.stats import spearmanr
+
+    return float(np.mean([spearmanr(a, b).statistic for a, b in zip(one.T, other.T, strict=True)]))
+
+
+def read() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def run(work: Path, name: str, methods: list[str]) -> None:
+    case, place = CASES[name], work / name
+    place.mkdir(parents=True, exist_ok=True)
+    print(name, flush=True)
+    score(case, place, methods)
+    for share in ("5 %", "1 %", "50 %"):
+        bank(case, place, SHARES[share], 0, True)
+    for order in range(1, case.orders + 1):
+        bank(case, place, 0.05, order, True)
+    results = read()
+    results[name] = judge(case, place, results.get(name, {}))
+    text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(results, indent=1))
+    RESULTS.write_text(text + "\n")
+    for method, figures in results[name]["methods"].items():
+        print(f"  {method}: {figures}", flush=True)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Make the tables of the page from the stored figures, by name."""
+    cases = {name: results[name] for name in CASES if name in results}
+    found = {share: _table(cases, share, SHOWN) for share in SHARES}
+    ordered = {name: one for name, one in cases.items() if "ceiling" in one}
+    found["other orders"] = _table(ordered, "other orders", SHOWN, ("own order", "ceiling"))
+    header = ("case", "parameters", "rows", "steps", "loss, first and last epoch", "retrainings", "a training")
+    lines = [_line(header), _rule(len(header))]
+    for one in cases.values():
+        about, counts = one["about"], sorted({*one["retrainings"].values()})
+        cells = (about["title"], f"{about['parameters']:,}", about["rows"], about["steps"],
+                 f"{about['losses'][0]:.2f}, {about['losses'][-1]:.2f}", ", ".join(map(str, counts)),
+                 f"{about['seconds']:.1f} s")  # fmt: skip
+        lines.append(_line(cells))
+    found["cases"] = "\n".join(lines)
+    lines = [_line(("seconds", *SHOWN)), _rule(len(SHOWN) + 1)]
+    for one in cases.values():
+        seconds = [one["methods"].get(method, {}).get("seconds") for method in SHOWN]
+        lines.append(_line((one["about"]["title"], *("" if s is None else f"{s:.{int(s < 10)}f}" for s in seconds))))
+    found["seconds"] = "\n".join(lines)
+    return found
+
+
+def _table(cases: dict[str, Any], share: str, methods: tuple[str, ...], more: tuple[str, ...] = ()) -> str:
+    lines = [_line((share, *methods, *more)), _rule(1 + len(methods) + len(more))]
+    for one in cases.values():
+        figures = [one["methods"].get(method, {}).get(share) for method in methods]
+        best = max((f[0] for f in figures if f), default=None)
+        cells = [_cell(f, best) for f in figures] + [_number(one[name]) for name in more]
+        lines.append(_line((one["about"]["title"], *cells)))
+    return "\n".join(lines)
+
+
+def _cell(figures: list[float] | None, best: float | None) -> str:
+    if figures is None:
+        return ""
+    value, low, high = map(_number, figures)
+    shown = f"**{value}**" if best is not None and value == _number(best) else value
+    return f"{shown} ({low}–{high})"
+
+
+def _number(value: float) -> str:
+    return f"{'−' if value < 0 else ''}{f'{abs(value):.2f}'.removeprefix('0')}"
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _rule(count: int) -> str:
+    return "|" + "---|" * count
+
+
+def page(text: str, results: dict[str, Any]) -> str:
+    """Put the tables between the marks of a page: `<!-- 5 % -->` and `<!-- end -->`."""
+    for name, table in tables(results).items():
+        mark = f"<!-- {name} -->"
+        before, after = text.split(f"{mark}\n")
+        text = f"{before}{mark}\n{table}\n{after[after.index('<!-- end -->') :]}"
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("build", "lds"))
-    parser.add_argument("--work", type=Path, default=Path("replay"), help="directory of retrainings")
-    parser.add_argument("--rate", type=float, default=3e-3, help="of the first training; 5e-4 leaves it unfinished")
-    parser.add_argument("--targets", type=int, default=TARGETS, help="of the 40 targets so many")
-    parser.add_argument("--subsets", type=int, default=40, help="of each share of dropped rows")
-    parser.add_argument("--all", action="store_true", help="more settings of replay")
-    args = parser.parse_args()
-    logging.getLogger("hf_trak").setLevel(logging.ERROR)
+    parser.add_argument("command", choices=("run", "page"))
+    parser.add_argument("--work", type=Path, default=Path("replay"), help="directory of trainings and scores")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--methods", nargs="*", default=list(SHOWN), choices=list(METHODS))
+    given = parser.parse_args()
+    if given.command == "page":
+        PAGE.write_text(page(PAGE.read_text("utf-8"), read()), "utf-8")
+        return
     disable_progress_bars()
-    with tempfile.TemporaryDirectory() as scratch:
-        case = Case(args.work, scratch, args.rate)
-        if args.what == "build":
-            for name, _ in banks(case, args.subsets):
-                print(f"{name}: done", flush=True)
-        else:
-            lds(case, args.subsets, args.targets, args.all)
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("hf_trak").setLevel(logging.WARNING)
+    for name in given.cases:
+        run(given.work, name, given.methods)
 
 
 if __name__ == "__main__":

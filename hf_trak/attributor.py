@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from datasets import Dataset as HFDataset
 from huggingface_hub import CommitInfo
@@ -20,6 +21,7 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
+from hf_trak.evaluation.review import class_column, review_table, sums_and_own, wrong_labels
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -52,7 +54,7 @@ from hf_trak.methods import (
     method_of_all_rows,
 )
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
@@ -412,11 +414,10 @@ class TrakAttributor:
         of: "Literal['index'] | Index | TrakAttributor" = "index",
         rows: int = 64,
         targets: int = 16,
-        seed: int = 0,
     ) -> Fidelity:
         """Compare scores that cost little with better ones, on a random sample of the training rows.
 
-        Targets and scored rows are disjoint samples of the training rows.
+        Targets and scored rows are disjoint samples of the training rows, the same in every call.
 
         Args:
             of (*optional*, defaults to `"index"`):
@@ -430,8 +431,6 @@ class TrakAttributor:
                 Number of training rows to score with the index; fewer if the dataset has fewer.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the sample.
 
         Returns:
             [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
@@ -443,14 +442,14 @@ class TrakAttributor:
             All that `fit_curvature` raises.
         """
         if isinstance(of, TrakAttributor):
-            return measure_fidelity(self.features, of.features.store, rows, targets, seed)
+            return measure_fidelity(self.features, of.features.store, rows, targets)
         if isinstance(of, Index) and of.first_pass_bytes is not None:
-            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, seed)
+            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets)
         if of not in ("index", Index()):
             raise ValueError(
                 f"`of` is {of!r}. Expected 'index', `Index(first_pass_bytes=...)`, or an attributor of the same rows."
             )
-        return measure_fidelity(self.features, "index", rows, targets, seed)
+        return measure_fidelity(self.features, "index", rows, targets)
 
     def attribute(
         self,
@@ -524,11 +523,11 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
-            if not isinstance(part, Span) or not isinstance(self.task, AggregatedModelOutput):
+            if not isinstance(part, Span) or labels_of(self.task) is None:
                 raise TypeError(
                     f"`part` is {part!r}, and the task is {type(self.task).__name__}. Expected a `Span`, such as "
-                    "`Span(words='barn')`, and a task with several labels per row, such as 'causal_lm'. Leave `part` "
-                    "out, or correct it."
+                    "`Span(words='barn')`, and a task with several labels per target. Leave `part` out, or pass "
+                    "`task=`, such as 'causal_lm'."
                 )
             ready = attribute_of(self.features.data_collator, "ready")
             eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
@@ -594,8 +593,12 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def trajectory(self) -> RunSummary:
+    def trajectory(self, name: str = "run") -> RunSummary:
         """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
+
+        Args:
+            name (`str`, *optional*, defaults to `"run"`):
+                Name of the record, that of the callback.
 
         Returns:
             [`~hf_trak.trajectory.summary.RunSummary`], which prints as text.
@@ -605,7 +608,7 @@ class TrakAttributor:
             HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
             StoreError: the record is damaged.
         """
-        return RunReplay(self.features, Replay(of="run")).summary()
+        return RunReplay(self.features, Replay(of="run", name=name)).summary()
 
     def verify_replay(
         self,
@@ -639,6 +642,47 @@ class TrakAttributor:
         )
         return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
 
+    def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
+        """Tell what each training row did to validation rows, what may be wrong with it and what to do.
+
+        The table can be edited and given to [`~hf_trak.evaluation.fixed_dataset`], which makes a dataset to train on.
+        [`~hf_trak.evaluation.prove_removal`] trains without the rows that it changes. `report` then shows the rows
+        that helped and harmed the validation rows most.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The validation rows, whose mean output is the target.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"exact"`):
+                As in [`~TrakAttributor.group_scores`]. The scores of `"index"` compare rows for one target alone, and
+                find few wrong labels.
+
+        Returns:
+            `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
+            `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`,
+            where rows have one label each.
+
+        Raises:
+            TypeError: the training rows are no `datasets.Dataset`.
+            As `attribute`.
+        """
+        rows = self.train_dataset
+        if not isinstance(rows, HFDataset):
+            raise TypeError(
+                f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
+                "its rows. Convert them, such as with `Dataset.from_list`."
+            )
+        chosen = method_of_all_rows(method)
+        effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        column = class_column(rows)
+        doubtful, others = np.flatnonzero(effects < 0), {}
+        if column is not None and len(doubtful):
+            labels = RowGroups.of(rows, column)
+            question = self._question(rows.select(doubtful), chosen, None, None, None)
+            sums, own = sums_and_own(planned(self.features, question, chosen).blocks, labels, doubtful)
+            found = wrong_labels(sums, own, labels.member.numpy()[doubtful])
+            others = {int(doubtful[one]): labels.values[other] for one, other in found.items()}
+        return review_table(rows, effects, column, others)
+
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
 
@@ -652,8 +696,7 @@ class TrakAttributor:
                 `text_columns`, `label_column`, `label_names`, where the defaults do not find them.
 
         Raises:
-            IndexError: there is no such target.
-            ValueError: nothing is attributed yet, or a column does not exist.
+            ValueError: there is no such target, nothing is attributed yet, or a column does not exist.
         """
         from hf_trak.report.notebook import show_target  # reports need more packages than attribution does
 
@@ -775,7 +818,6 @@ class TrakAttributor:
         method: Method = "auto",
         group_by: GroupBy | None = None,
         stratify_by: GroupBy | None = None,
-        name: str | None = None,
         checkpoints: Checkpoints = None,
     ) -> Any:
         """Choose the training rows that serve the targets best, ready to train on.
@@ -788,7 +830,7 @@ class TrakAttributor:
             criterion (`str`, *optional*, defaults to `"most_helpful"`):
                 `"most_helpful"` ranks rows by the mean of their scores over the targets, `"least_harmful"` by the
                 minimum, so that a row is left out if it harms any target much.
-            method, name, checkpoints:
+            method, checkpoints:
                 As in [`~TrakAttributor.group_scores`].
             group_by (`str` or a sequence, *optional*):
                 First average the scores over groups of targets, so that each group counts the same: the name of a
@@ -810,7 +852,7 @@ class TrakAttributor:
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
+        question = self._question(eval_dataset, chosen, None, checkpoints, group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
@@ -823,20 +865,24 @@ class TrakAttributor:
         Args:
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
                 `"index"`, or `"exact"` for whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram
-                matrix of the hybrid takes no part.
+                matrix of the hybrid takes no part. `"replay"` takes all training rows as targets, in groups that fit
+                into memory: it costs a replay of n targets.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ValueError: the method scores the best rows of targets alone.
+            All that [`~TrakAttributor.attribute`] raises.
         """
         chosen = method_of_all_rows(method)
+        if isinstance(chosen, Index):
+            return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence(checkpoints)
-        if not isinstance(chosen, Index):
-            raise ValueError(f"`method` is {chosen}, which has no self-influence. Expected 'index' or 'exact'.")
-        return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
+        question = self._question(self.train_dataset, chosen, None, checkpoints, None)
+        blocks = planned(self.features, question, chosen).blocks
+        return torch.cat([scores[:, first:last].diagonal() for first, last, scores in blocks])
 
     def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:
         """Put the model's own predictions in place of labels, to ask what made it say so.
@@ -868,7 +914,6 @@ class TrakAttributor:
         rows: Sequence[int],
         similar: Similarity | Sequence[int] | None = "embeddings",
         draws: int = 16,
-        seed: int = 0,
         checkpoints: Checkpoints = None,
     ) -> PatchResult:
         """Take one small training step on some rows, and compare its effect on a target with that of other rows.
@@ -886,8 +931,6 @@ class TrakAttributor:
                 left out; or numbers of rows; or `None` for no such control.
             draws (`int`, *optional*, defaults to 16):
                 How often as many random rows are drawn, at least 4.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the draws.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`]. `checkpoints=[2]` takes one.
 
@@ -902,7 +945,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
-        return verify_rows(self.features, target, rows, similar, draws, seed, checkpoints)
+        return verify_rows(self.features, target, rows, similar, draws, self.args.seed, checkpoints)
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.
@@ -954,15 +997,21 @@ class TrakAttributor:
             measure (`bool`, *optional*, defaults to `False`):
                 Featurize a few batches in a temporary directory, to project the time.
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
-                As in [`~TrakAttributor.attribute`]: what reranking and refining take is counted if they are asked for.
+                As in [`~TrakAttributor.attribute`]: what reranking, refining and replaying take is counted if they are
+                asked for.
 
         Returns:
             [`Estimate`]: sizes in bytes, times in seconds.
 
         Raises:
             ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
+            All that [`~TrakAttributor.trajectory`] raises, for the replay of a run.
         """
-        return self.features.estimate(eval_dataset, checkpoints, measure, method)
+        chosen = checked_method(method)
+        run = None
+        if isinstance(chosen, Replay) and chosen.of == "run":
+            run = RunReplay(self.features, chosen).summary()
+        return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
     def push_to_hub(
         self,
