@@ -163,8 +163,8 @@ def run(work: Path, name: str, methods: list[str]) -> None:
         bank(case, place, SHARES[share], 0, True)
     for order in range(1, case.orders + 1):
         bank(case, place, 0.05, order, True)
-    results = read()
-    results[name] = judge(case, place, results.get(name, {}))
+    found = judge(case, place, read().get(name, {}))
+    results = {**read(), name: found}
     text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(results, indent=1))
     RESULTS.write_text(text + "\n")
     for method, figures in results[name]["methods"].items():
