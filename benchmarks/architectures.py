@@ -6,7 +6,7 @@
     python benchmarks/architectures.py --curvature --json found.jsonl   # their curvature instead
 
 Each architecture is built from a shrunken configuration (architectures_configs.py), gets a batch of four samples
-(architectures_heads.py; a left-padded, a right-padded and two full ones where there is a padding mask), and is
+(architectures_heads.py; a left-padded, a right-padded and two full ones if it takes a padding mask), and is
 compared with one `autograd.grad` per sample. A run with `--json` writes what it finds to that file, and goes on from
 there when it was interrupted; `--store` makes that the stored table, architectures.jsonl. `--compare` exits with 1 if
 anything is worse than in the stored table. With `--curvature`, EK-FAC is fitted instead, see

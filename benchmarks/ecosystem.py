@@ -25,12 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import disable_progress_bars
 from ecosystem_cases import GROUPS, EcosystemCase
+from ecosystem_cases.truth import by_loss
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.base import run_model
 from hf_trak.gradient_computers.environment import pass_settings
-from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
 
 BOUND = 1e-5
 KINK = 2e-3
@@ -100,14 +100,12 @@ def outcome(case: EcosystemCase) -> tuple[bool, str]:
         )  # fmt: skip
         announced.clear()
         try:
-            own = case.make(Path(directory), args)
-            # the side of the training rows, as exact scores take it
-            if isinstance(own.task, HasLoss) and hasattr(own, "loss_of"):
-                own.features.task = LossModelOutput(of=own.task)
-            own.featurize()
+            own = by_loss(case.make(Path(directory), args)).featurize()
         except (HfTrakError, ValueError, TypeError, ImportError) as error:
-            message = str(error).splitlines()[0].replace("|", "¦")
-            return False, f"| {case.title} | **refused**: {type(error).__name__}: {message} | | |"
+            message = " ".join(str(error).split()).replace("|", "¦")
+            fine = case.refused != "" and case.refused in message
+            said = case.refused if fine else f"**{type(error).__name__}**: {message}"
+            return fine, f"| {case.title} | {case.needs} | | refused: {said} |"
         features = torch.cat([shard.grads for shard in own.features.store.train(0)])
         expected = by_autograd(own)
         times = factor(features, expected)

@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["layers", "edge", "model"])
     parser.add_argument("--rows", type=int, default=4, help="rows per batch")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements, of which the median is shown")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements; the median is shown")
     args = parser.parse_args()
     torch.set_num_threads(1)
     columns = ["sjlt", *(f"p = {size}" for size in SIZES)]

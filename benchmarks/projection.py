@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=16, help="B")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements per method, of which the median is shown")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per method; the median is shown")
     parser.add_argument("--dense-rounds", type=int, default=3, help="the same for the dense maps")
     parser.add_argument(
         "--peer-rounds", type=int, default=1, help="the same for traker, which takes minutes each time"

@@ -5,7 +5,7 @@
     python benchmarks/verify.py gpt2 --work quality --downloads downloads
 
 For every target, one small training step on the 10 rows of the highest scores. Random rows tell how often an effect is
-seen where there is none.
+seen without one.
 """
 
 import argparse

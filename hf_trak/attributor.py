@@ -52,7 +52,7 @@ from hf_trak.methods import (
     method_of_all_rows,
 )
 from hf_trak.modelout_functions import AbstractModelOutput
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
@@ -412,11 +412,10 @@ class TrakAttributor:
         of: "Literal['index'] | Index | TrakAttributor" = "index",
         rows: int = 64,
         targets: int = 16,
-        seed: int = 0,
     ) -> Fidelity:
         """Compare scores that cost little with better ones, on a random sample of the training rows.
 
-        Targets and scored rows are disjoint samples of the training rows.
+        Targets and scored rows are disjoint samples of the training rows, the same in every call.
 
         Args:
             of (*optional*, defaults to `"index"`):
@@ -430,8 +429,6 @@ class TrakAttributor:
                 Number of training rows to score with the index; fewer if the dataset has fewer.
             targets (`int`, *optional*, defaults to 16):
                 Number of targets; half of the training rows at most.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the sample.
 
         Returns:
             [`~hf_trak.featurize.fidelity.Fidelity`]: rank correlations and overlaps of the highest rows.
@@ -443,14 +440,14 @@ class TrakAttributor:
             All that `fit_curvature` raises.
         """
         if isinstance(of, TrakAttributor):
-            return measure_fidelity(self.features, of.features.store, rows, targets, seed)
+            return measure_fidelity(self.features, of.features.store, rows, targets)
         if isinstance(of, Index) and of.first_pass_bytes is not None:
-            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets, seed)
+            return measure_fidelity(self.features, of.first_pass_bytes, rows, targets)
         if of not in ("index", Index()):
             raise ValueError(
                 f"`of` is {of!r}. Expected 'index', `Index(first_pass_bytes=...)`, or an attributor of the same rows."
             )
-        return measure_fidelity(self.features, "index", rows, targets, seed)
+        return measure_fidelity(self.features, "index", rows, targets)
 
     def attribute(
         self,
@@ -524,11 +521,11 @@ class TrakAttributor:
         chosen = checked_method(method)
         check_best_rows(chosen, top_k, per)
         if part is not None:
-            if not isinstance(part, Span) or not isinstance(self.task, AggregatedModelOutput):
+            if not isinstance(part, Span) or labels_of(self.task) is None:
                 raise TypeError(
                     f"`part` is {part!r}, and the task is {type(self.task).__name__}. Expected a `Span`, such as "
-                    "`Span(words='barn')`, and a task with several labels per row, such as 'causal_lm'. Leave `part` "
-                    "out, or correct it."
+                    "`Span(words='barn')`, and a task with several labels per target. Leave `part` out, or pass "
+                    "`task=`, such as 'causal_lm'."
                 )
             ready = attribute_of(self.features.data_collator, "ready")
             eval_dataset = part.of(eval_dataset, self.features.processing_class, ready)
@@ -594,8 +591,12 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def trajectory(self) -> RunSummary:
+    def trajectory(self, name: str = "run") -> RunSummary:
         """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
+
+        Args:
+            name (`str`, *optional*, defaults to `"run"`):
+                Name of the record, that of the callback.
 
         Returns:
             [`~hf_trak.trajectory.summary.RunSummary`], which prints as text.
@@ -605,7 +606,7 @@ class TrakAttributor:
             HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
             StoreError: the record is damaged.
         """
-        return RunReplay(self.features, Replay(of="run")).summary()
+        return RunReplay(self.features, Replay(of="run", name=name)).summary()
 
     def verify_replay(
         self,
@@ -652,8 +653,7 @@ class TrakAttributor:
                 `text_columns`, `label_column`, `label_names`, where the defaults do not find them.
 
         Raises:
-            IndexError: there is no such target.
-            ValueError: nothing is attributed yet, or a column does not exist.
+            ValueError: there is no such target, nothing is attributed yet, or a column does not exist.
         """
         from hf_trak.report.notebook import show_target  # reports need more packages than attribution does
 
@@ -823,20 +823,24 @@ class TrakAttributor:
         Args:
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
                 `"index"`, or `"exact"` for whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram
-                matrix of the hybrid takes no part.
+                matrix of the hybrid takes no part. `"replay"` takes all training rows as targets, in groups that fit
+                into memory: it costs a replay of n targets.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
             ValueError: the method scores the best rows of targets alone.
+            All that [`~TrakAttributor.attribute`] raises.
         """
         chosen = method_of_all_rows(method)
+        if isinstance(chosen, Index):
+            return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence(checkpoints)
-        if not isinstance(chosen, Index):
-            raise ValueError(f"`method` is {chosen}, which has no self-influence. Expected 'index' or 'exact'.")
-        return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
+        question = self._question(self.train_dataset, chosen, None, checkpoints, None)
+        blocks = planned(self.features, question, chosen).blocks
+        return torch.cat([scores[:, first:last].diagonal() for first, last, scores in blocks])
 
     def predict(self, dataset: HFDataset, **generation: Any) -> HFDataset:
         """Put the model's own predictions in place of labels, to ask what made it say so.
@@ -954,15 +958,21 @@ class TrakAttributor:
             measure (`bool`, *optional*, defaults to `False`):
                 Featurize a few batches in a temporary directory, to project the time.
             method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"auto"`):
-                As in [`~TrakAttributor.attribute`]: what reranking and refining take is counted if they are asked for.
+                As in [`~TrakAttributor.attribute`]: what reranking, refining and replaying take is counted if they are
+                asked for.
 
         Returns:
             [`Estimate`]: sizes in bytes, times in seconds.
 
         Raises:
             ValueError: a number is out of range, or there are fewer than 3 training rows to measure with.
+            All that [`~TrakAttributor.trajectory`] raises, for the replay of a run.
         """
-        return self.features.estimate(eval_dataset, checkpoints, measure, method)
+        chosen = checked_method(method)
+        run = None
+        if isinstance(chosen, Replay) and chosen.of == "run":
+            run = RunReplay(self.features, chosen).summary()
+        return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
     def push_to_hub(
         self,

@@ -23,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="directory of the installed libraries")
-    parser.add_argument("--rows", type=int, default=64, help="training rows, all of which the curvature is fitted to")
+    parser.add_argument("--rows", type=int, default=64, help="training rows; the curvature is fitted to all of them")
     parser.add_argument("--targets", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=16, help="rows per batch of every library")
     parser.add_argument("--rounds", type=int, default=1)

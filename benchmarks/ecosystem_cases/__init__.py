@@ -2,6 +2,7 @@
 
 from ecosystem_cases.adapters import ADAPTERS
 from ecosystem_cases.case import EcosystemCase
+from ecosystem_cases.corners import CORNERS
 from ecosystem_cases.embeddings import EMBEDDINGS
 from ecosystem_cases.images import IMAGES
 from ecosystem_cases.language import LANGUAGE
@@ -22,5 +23,6 @@ GROUPS: dict[str, tuple[EcosystemCase, ...]] = {
     "Images": IMAGES,
     "Speech, segmentation, diffusion": OTHERS,
     "Wrappers and loops": WRAPPED,
+    "Quantized, random inside, refused": CORNERS,
 }
 """Cases by the heading of their table."""

@@ -24,11 +24,13 @@ class EcosystemCase:
         title: what it is.
         make: makes its attributor, in a directory, from a configuration.
         needs: what a user has to say beside model and rows; empty where it works as it is.
+        refused: a part of the message that refuses the case; empty where it is attributed.
     """
 
     title: str
     make: Callable[[Path, TrakConfig], TrakAttributor]
     needs: str = ""
+    refused: str = ""
 
 
 def tokenizer(**options: Any) -> PreTrainedTokenizerFast:

@@ -96,7 +96,7 @@ def few_shot(directory: Path) -> Any:
 def few_shot_body(directory: Path, args: TrakConfig) -> TrakAttributor:
     _, trainer, _ = few_shot(directory)
     pairs = trainer.st_trainer.train_dataset
-    # Pairs of a text with itself are exact already: their gradient is zero, of which no error can be taken.
+    # Pairs of a text with itself are exact already: their gradient is zero, and has no relative error.
     distinct = pairs.filter(lambda row: row["sentence_1"] != row["sentence_2"])
     return of_trainer(trainer.st_trainer, args, train_dataset=distinct)
 

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, default_collate
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput
 
 RowLoss = Callable[[int], torch.Tensor]
 
@@ -63,6 +64,13 @@ def of_loop(model: Any, args: TrakConfig, rows: Any, **options: Any) -> TrakAttr
 def with_truth(own: TrakAttributor, loss: RowLoss) -> TrakAttributor:
     """Keep the loss of a row beside the attributor."""
     own.loss_of = loss  # type: ignore[attr-defined]
+    return own
+
+
+def by_loss(own: TrakAttributor) -> TrakAttributor:
+    """Take the side of the training rows for features, as exact scores do: minus the loss."""
+    if isinstance(own.task, HasLoss) and hasattr(own, "loss_of"):
+        own.features.task = LossModelOutput(of=own.task)
     return own
 
 

@@ -1,8 +1,8 @@
 """The `hf-trak` program: one module for each command, and the parser that recipes and commands share.
 
 `main.py` finds the command and turns errors into messages. `parser.py` fills dataclasses from a YAML file and the
-command line, `arguments.py` holds those that several commands have. `build.py` makes an attributor of them, with
-`models.py`, `rows.py` and `preparation.py`; `output.py` prints the result.
+command line, holds those that several commands have, and prints the result. `build.py` makes an attributor of them,
+with `preparation.py`, which reads rows and columns.
 
 May import everything in hf_trak. Only recipes import this package.
 

@@ -25,8 +25,9 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
 )
 from hf_trak.cli.record import remembered
+from hf_trak.cli.training import trainer_of
 from hf_trak.config import TrakConfig
-from hf_trak.methods import Exact, Rerank, check_best_rows
+from hf_trak.methods import Exact, Replay, Rerank, check_best_rows
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
@@ -63,7 +64,16 @@ class RunArguments(MethodArguments):
     distributions: bool = field(default=True, metadata={"help": "Count all scores of each target, in a second pass."})
     self_influence: bool = field(
         default=True,
-        metadata={"help": "Rank training rows by self-influence. With exact scores, one more pass over them."},
+        metadata={
+            "help": "Rank training rows by self-influence. With exact scores, one more pass over them; replays leave "
+            "it out, since every row would be a target."
+        },
+    )
+    training_args: str | None = field(
+        default=None,
+        metadata={
+            "help": "For replays: the trainer's arguments, a JSON file or `learning_rate=5e-5,weight_decay=0.1,…`."
+        },
     )
     save_train_dataset: bool = field(default=False, metadata={"help": "Save all training rows in the run."})
 
@@ -80,7 +90,8 @@ def run(argv: Sequence[str]) -> None:
     """Score the training set against targets, and save what a report needs.
 
     Raises:
-        ValueError: exact scores are asked of an index whose training rows are not given.
+        ValueError: exact or replayed scores are asked of an index whose training rows are not given, or the arguments
+            of the training are not known.
     """
     kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
     parse = partial(
@@ -98,22 +109,26 @@ def run(argv: Sequence[str]) -> None:
     targets, wanted, model_args, data, trak, output = parse(defaults=saved)
     quiet()
     method = wanted.chosen()
-    exact = isinstance(method, Exact)
+    exact, replays = isinstance(method, Exact), isinstance(method, Replay)
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
-    elif exact and data.dataset_name is None:
+    elif (exact or replays) and data.dataset_name is None:
         raise ValueError(
-            "`method` is 'exact', for an index, and `--train_dataset` is missing. Expected the training rows of the "
-            "index, whose gradients exact scores need. Give them, or set `--method index`."
+            f"`method` is {wanted.method!r}, for an index, and `--train_dataset` is missing. Expected the training "
+            "rows of the index, whose gradients these scores need. Give them, or set `--method index`."
         )
     stored = target_rows(data, targets)
     if wanted.index is not None:
-        built = build_from_index(wanted.index, model_args, data, trak, stored, exact, isinstance(method, Rerank))
+        every = exact or replays
+        built = build_from_index(wanted.index, model_args, data, trak, stored, every, isinstance(method, Rerank))
     else:
         built = build(model_args, data, trak)
         if saved:
             remember(built, model_args, data, write=False)
     attributor = built.attributor
+    if replays and (wanted.replay.of == "recipe" or wanted.training_args is not None):
+        source = model_args.model_name_or_path
+        attributor.features.trainer = trainer_of(attributor.features, wanted.training_args, source)
     rows = built.preparation.prepare(stored, labelled=not wanted.predict)
     if wanted.predict:
         classifies = isinstance(attributor.task, ClassificationModelOutput)
@@ -132,7 +147,8 @@ def run(argv: Sequence[str]) -> None:
     last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
     counts = last.counted() if wanted.distributions and last.answer.rows is None else None
-    influence = attributor.self_influence("exact" if exact else "index") if wanted.self_influence else None
+    asked = wanted.self_influence and not replays
+    influence = attributor.self_influence("exact" if exact else "index") if asked else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,

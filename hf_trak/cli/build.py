@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class MethodArguments:
         default="auto",
         metadata={
             "help": "Score with the features (`index`, as `auto` does), with whole gradients under a curvature "
-            "(`exact`), or with those of the rows that the features rank first (`rerank`). Python has `replay`."
+            "(`exact`), with those of the rows that the features rank first (`rerank`), or with the run (`replay`)."
         },
     )
     rerank_rows: int | None = field(
@@ -45,16 +45,20 @@ class MethodArguments:
     refine: str | None = field(
         default=None, metadata={"help": "Refine the targets of exact scores: `cg`, or `cg,steps=5,rows=512`."}
     )
+    replay: Replay = field(default_factory=Replay)
 
     def __post_init__(self) -> None:
+        if isinstance(self.replay, Mapping):  # as the parser fills it
+            self.replay = Replay(**self.replay)
         of_index, of_exact = ("auto", "index", "rerank"), ("exact", "rerank")
         for name, methods in (
             ("rerank_rows", ("rerank",)),
             ("first_pass_bytes", of_index),
             ("candidates", of_index),
             ("refine", of_exact),
+            ("replay", ("replay",)),
         ):
-            if (value := getattr(self, name)) is not None and self.method not in methods:
+            if (value := getattr(self, name)) not in (None, Replay()) and self.method not in methods:
                 raise ValueError(
                     f"`{name}` is {value!r}, and `method` is {self.method!r}, which has no such option. Expected the "
                     f"method {' or '.join(methods)}. Set `method`, or leave `{name}` out."
@@ -68,7 +72,7 @@ class MethodArguments:
             rows = Rerank.rows if self.rerank_rows is None else self.rerank_rows
             return Rerank(rows, refine=self.refine, index=index)
         if self.method == "replay":
-            return Replay()
+            return self.replay
         return Exact(refine=self.refine) if self.method == "exact" else index
 
 

@@ -167,11 +167,22 @@ def _describe(directory: Path, content: dict[str, Any], lines: list[str]) -> boo
             {"name": name, "targets": store.experiment_info(name).get("num_targets")} for name in store.experiments
         ],
         "runs": sorted(path.parent.name for path in directory.glob("scores/*/run")),
+        "recorded": [],
     }
     damaged = [text for entry in content["checkpoints"] for text in entry["damaged"]]
     for path in curvature_records(directory):
         try:
             content["curvatures"].append(described_curvature(path))
+        except StoreError as error:
+            damaged.append(str(error))
+    from hf_trak.trajectory.record import RECORD_FILE, RunRecord
+
+    for path in sorted(directory.glob(f"trajectory/*/{RECORD_FILE}")):
+        try:
+            states = RunRecord.open(path.parent).states()
+            content["recorded"].append(
+                {"name": path.parent.name, "states": len(states), "steps": max(states, default=0)}
+            )
         except StoreError as error:
             damaged.append(str(error))
     content["intact"] = not damaged
@@ -216,6 +227,10 @@ def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
     ]
     lines += [f"experiment {entry['name']}: {entry['targets']} targets" for entry in content["experiments"]]
     lines += [f"run {name}" for name in content["runs"]]
+    lines += [
+        f"recorded training {entry['name']}: {entry['steps']:,} steps, weights at {entry['states']:,} of them"
+        for entry in content["recorded"]
+    ]
     lines += [f"DAMAGED: {text}" for text in damaged]
     if not content["complete"] and not damaged:
         lines.append("Run `hf-trak featurize` with the same arguments to finish it.")

@@ -65,8 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the name of the program. By default that of the process.
 
     Returns:
-        The exit status: 0, 1 if the command failed, 2 if the command line is wrong, 130 after Ctrl-C.
+        The exit status: 0, 1 if the command failed or nobody reads its output to the end, 2 if the command line is
+        wrong, 130 after Ctrl-C.
     """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `hf-trak env | head`; the documentation of `signal` tells why to open `devnull`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if given else sys.stderr)
@@ -92,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         # The text of an error says what to do; the traceback is for those who ask for it.
-        if os.environ.get(TRACEBACK):
+        if os.environ.get(TRACEBACK) or isinstance(error, BrokenPipeError):
             raise
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"hf-trak {name}: error: {type(error).__name__}: {error}{notes}", file=sys.stderr)

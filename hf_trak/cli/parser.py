@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +47,8 @@ _RARE = (
     "model_revision", "dataset_config_name", "train_split", "max_train_samples", "max_length", "text_columns",
     "image_column", "label_column", "eval_dataset_config_name", "eval_split", "max_eval_samples", "first_pass_bytes",
     "candidates", "max_new_tokens", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part",
-    "num_processes",
+    "num_processes", "replay_form", "replay_rows", "replay_steps", "replay_hessian_share", "replay_smoothing",
+    "replay_name", "replay_start",
 )  # fmt: skip
 
 """Other arguments that `--help all` alone prints."""
@@ -140,6 +141,18 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}. See `{self.prog} --help`.\n")
+
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        try:
+            value = super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            raise self._refusal(action, arg_string) from error
+        if action.choices is not None and value not in action.choices:
+            raise self._refusal(action, arg_string)
+        return value
+
+    def _refusal(self, action: Action, text: str) -> ArgumentError:
+        return ArgumentError(None, f"`{action.option_strings[0]}` is {text!r}. Expected {_expected(action)}")
 
 
 @dataclass(frozen=True)

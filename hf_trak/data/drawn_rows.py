@@ -6,6 +6,7 @@ read and collated alone, with seeds of its own (`generators`), and the batches o
 
 import copy
 import functools
+import logging
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from hf_trak.identity.own_code import global_references
 from hf_trak.modelout_functions.base import FieldBatch
+
+logger = logging.getLogger(__name__)
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
@@ -305,6 +308,15 @@ def _name(path: tuple[Any, ...]) -> str:
 
 _KNOWN_DATASETS = 16
 
+_MIXING_DRAWS = 8
+"""Batches in which mixing is looked for, since collators may mix a share of them."""
+
+
+def _first_differs(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape and one.ndim):
+        return False
+    return one.shape[0] == 2 and not torch.equal(one[0], other[0])
+
 
 def rows_at(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     """Return rows of a dataset, all at once where it can do so."""
@@ -390,6 +402,37 @@ class DrawnRows:
             if getattr(self._dataset, "sequential", False):
                 self._last = {row: value for (row, _), value in zip(keys, rows, strict=True)}
             return joined(singles, lambda: self._collate([copy.copy(value) for value in rows]))
+
+    def check_apart(self, rows: Sequence[int]) -> None:
+        """Check that a row comes out of the collator as its own, whichever row is beside it, for the same draw.
+
+        Rows of several sizes are left to the check of the gradients, since padding changes what is drawn.
+
+        Args:
+            rows: three rows.
+
+        Raises:
+            ValueError: the collator mixes rows, as Mixup does; names the entries of the batch.
+        """
+        own = held_generators(*self._sources)
+        with generators_kept(own):
+            first, *others = (rows_at(self._dataset, [row])[0] for row in rows)
+            for draw in range(_MIXING_DRAWS):
+                made = []
+                for other in others:
+                    set_generators(self._seed, self._side, rows[0], draw, own)
+                    try:
+                        made.append(dict(_leaves(self._collate([copy.copy(first), copy.copy(other)]))))
+                    except Exception as error:  # of a collator that takes rows of one size alone, or single rows
+                        logger.debug("Rows %s make no batch of two: %r", rows, error)
+                        return
+                mixed = [path for path, value in made[0].items() if _first_differs(value, made[1].get(path))]
+                if mixed:
+                    raise ValueError(
+                        f"The data collator mixes rows, such as by Mixup or CutMix: {', '.join(map(_name, mixed))} of "
+                        f"row {rows[0]} depend on the row beside it. Expected a batch whose rows are each its own, "
+                        "since a mixture has no training row to attribute to. Pass a `data_collator` that mixes none."
+                    )
 
     def _drawn(self, row: int) -> tuple[Any, Any]:
         """Read a row, and collate it alone."""

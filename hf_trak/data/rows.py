@@ -251,6 +251,9 @@ class RowBatches:
 
         Returns:
             What collates these rows, their numbers, and whether they come at random.
+
+        Raises:
+            ValueError: rows come at random, and are mixed with each other.
         """
         rows = probe_rows(len(self._given), sequential=getattr(self._given, "sequential", False))
         if self._draws is not None:
@@ -266,6 +269,8 @@ class RowBatches:
         drawn = drawn_at_random(collate, rows)
         if self._draws is not None:
             self._draws.remember(self._given, drawn)
+        if drawn and len(rows) > 2 and collate == self._each_alone:
+            self._drawn_rows.check_apart(rows[:3])
         return collate, rows, drawn
 
     def _each_alone(self, rows: list[int]) -> dict[str, Any]:

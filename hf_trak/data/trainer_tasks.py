@@ -46,7 +46,8 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         The task.
 
     Raises:
-        ValueError: the trainer's loss compares rows of a batch with each other, or there is no task for it.
+        ValueError: the trainer's loss compares rows of a batch with each other, is that of answers which no row holds,
+            or there is no task for it.
     """
     why = _own_loss(trainer)
     if given is None and why is None:
@@ -70,12 +71,18 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
             why = "no task is known for the model"
         elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
             return given or name
+    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+    if first is None and "_prepare_inputs" in vars(owner) and not owner.__module__.startswith("transformers."):
+        raise ValueError(
+            f"`{owner.__name__}.compute_loss` takes what `_prepare_inputs` makes, such as answers that the model "
+            "generates during the training: a row of the dataset has no loss of its own. Expected rows that hold their "
+            "answers. Pass such rows to `TrakAttributor(model, args, train_dataset=…, data_collator=…)`."
+        )
     task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
     if first is not None:
         _check_rows(task, model, first)
     elif name is None:
         infer_task(model)
-    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
     if not owner.__module__.startswith("transformers.") and {"training_step", "_prepare_inputs"} & set(vars(owner)):
         logger.warning(
             "%s also changes batches before `compute_loss`, such as by answers that the model generates. Rows are "

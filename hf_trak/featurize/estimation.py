@@ -21,6 +21,7 @@ from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
+from hf_trak.trajectory.summary import RunSummary
 
 PASSES_PER_PRODUCT = 2
 
@@ -224,6 +225,7 @@ def estimate_sizes(
     processes: int = 1,
     rows_per_second: float | None = None,
     method: Method = "auto",
+    run: RunSummary | None = None,
 ) -> Estimate:
     """Work out what an attribution takes from the numbers of rows, parameters and features.
 
@@ -235,10 +237,13 @@ def estimate_sizes(
         eval_dataset: the targets, or their number.
         processes: number of processes.
         rows_per_second: rows that one process featurizes per second, where it was measured.
-        method: how scores are to be computed. What reranking and refining take is counted if it asks for them.
+        method: how scores are to be computed. What reranking, refining and replaying take is counted if it asks for
+            them.
+        run: what is known of a run that is to be replayed.
 
     Raises:
-        ValueError: a number is out of range, or a parameter name or the method unknown.
+        ValueError: a number is out of range, a parameter name or the method unknown, or a run is to be replayed and
+            not given.
     """
     chosen = checked_method(method)
     refinement = None if isinstance(chosen, Index | Replay) else chosen.refinement
@@ -274,7 +279,9 @@ def estimate_sizes(
         ),
     }
     together = max(1, min(groups, TARGET_SHARD_BYTES // (4 * layout.total)))
-    if isinstance(chosen, Replay):
+    if isinstance(chosen, Replay) and chosen.of == "run":
+        stages["replay"] = _run_stage(run, chosen, args, n, groups)
+    elif isinstance(chosen, Replay):
         stages |= _replay_stages(layout.total, chosen, checkpoints, n, groups, together)
     elif not isinstance(chosen, Index):
         count = chosen.rows if isinstance(chosen, Rerank) else None
@@ -350,6 +357,23 @@ def _replay_stages(total: int, method: Replay, checkpoints: int, n: int, m: int,
         ),
         "exact scores": Cost(4 * checkpoints * n * (m + 1), 0, 4 * m * total, checkpoints * n),
     }
+
+
+def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int, m: int) -> Cost:
+    """Work out the cost of a run that is followed back for m targets."""
+    if run is None:
+        raise ValueError(
+            "`method` replays a run, and nothing is known of its steps here. Expected the attributor of the model, "
+            "which finds its record. Use `TrakAttributor.from_trainer(trainer).estimate(...)`."
+        )
+    together = max(1, min(m, int(args.curvature.memory * 2**30) // run.memory(1)))
+    share = method.hessian_share or 1.0
+    sweeps, alone = math.ceil(m / together), run.passes(0, share)
+    passes = alone * sweeps + run.passes(m, share) - alone
+    results = 8 * m * (n + 2 * run.steps) + 16 * sweeps * run.steps
+    states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
+    kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before
+    return Cost(results, states + kept, run.memory(together), math.ceil(passes * n))
 
 
 def count_of(value: Any, name: str, least: int) -> int:

@@ -29,8 +29,9 @@ from hf_trak.featurize.definition import (
     sources_of,
 )
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
-from hf_trak.featurize.featurizer import Featurizer, StoredRows, row_batches
+from hf_trak.featurize.featurizer import Featurizer, StoredRows
 from hf_trak.featurize.question import Question
+from hf_trak.featurize.row_features import row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset
@@ -48,6 +49,7 @@ from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.store.atomic import remove_stale, safe_name
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
+from hf_trak.trajectory.summary import RunSummary
 from hf_trak.weights.adapters import check_placement, without_wrappers
 from hf_trak.weights.checkpoints import Checkpoint, describe, loaded
 from hf_trak.weights.sharded import check_plan, classes_before_fsdp
@@ -319,11 +321,13 @@ class FeaturizedModel:
         checkpoints: int = 1,
         measure: bool = False,
         method: Method = "auto",
+        run: RunSummary | None = None,
     ) -> Estimate:
         """Tell what it takes to featurize and score, see [`~hf_trak.TrakAttributor.estimate`].
 
         Args:
             eval_dataset, checkpoints, measure, method: as there.
+            run: what is known of a run that is to be replayed.
 
         Raises:
             ValueError: as there.
@@ -339,6 +343,7 @@ class FeaturizedModel:
                 processes=self.processes.num_processes,
                 rows_per_second=rows_per_second,
                 method=method,
+                run=run,
             )
 
     def measured_rate(self) -> float:

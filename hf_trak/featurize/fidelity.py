@@ -251,8 +251,12 @@ def measure_fidelity(
             The scores that are measured. Those of the index are compared with exact ones. Those of the first bytes of
             every row (their number), or of another store of the same rows (see [`compare_stores`]), are compared with
             the index, on all rows.
-        rows, targets, seed, model_id:
+        rows, targets:
             See [`~hf_trak.TrakAttributor.fidelity`].
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the sample.
+        model_id (`int`, *optional*):
+            The checkpoint; by default the first.
 
     Returns:
         [`Fidelity`]: rank correlations and overlaps of the highest rows.

@@ -20,15 +20,18 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import Identity
+from hf_trak.trajectory.dropout import taking_masks
 from hf_trak.trajectory.guards import warnings_of
+from hf_trak.trajectory.own_losses import with_own_loss
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
-from hf_trak.trajectory.saved_run import SavedRun
+from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.states import RunPath
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
@@ -53,7 +56,8 @@ class RunReplay:
             method: the options.
 
         Raises:
-            HfTrakError: the model is divided over processes, rows come at random, or the task has no loss.
+            HfTrakError: the model is divided over processes, rows come at random or are more or fewer than the run's,
+                or the task has no loss.
             IncompleteStoreError: there is no record.
             StoreError: it is damaged.
         """
@@ -82,10 +86,18 @@ class RunReplay:
             self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
         else:
             self.record = RunRecord.open(directory)
+            n, trained = row_count(model.train_dataset, "train_dataset"), self.record.description["train_rows"]
+            if n != trained:
+                raise HfTrakError(
+                    f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
+                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                )
+
+        self._collated = batches.collated
 
     def summary(self) -> RunSummary:
         """Describe the run."""
-        path = _path_of(self.record, self.model.device)
+        path = self._path()
         n = row_count(self.model.train_dataset, "train_dataset")
         return RunSummary.of(path, isinstance(self.record, RunRecord), n, self.record.layout.total)
 
@@ -97,11 +109,46 @@ class RunReplay:
 
         Raises:
             CheckpointMismatchError: the model does not have the last weights of the run.
-            HfTrakError: the training rows or their loss are not those of the run.
+            HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
+                drawn more than once.
             StoreError: a file is missing or damaged.
+            ValueError: there are several checkpoints.
         """
-        identity = self._identity(question)
-        digest = content_digest(identity)[:12]
+        return PlannedScores(self._identity(question), self._blocks(question, self.results(question)))
+
+    def facts(self, question: Question) -> dict[str, str]:
+        """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.
+
+        Args:
+            question: what is asked, as in [`plan`], which is not computed again.
+        """
+        change = 0.1 * torch.cat([one.settings for one in self.results(question)], 2).mean(2)
+        half = change.shape[1] // 2
+        texts = {
+            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
+            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
+            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
+            if bool(one.isfinite().all())
+        }
+        return {"run": str(self.summary()).splitlines()[0], **texts}
+
+    def results(self, question: Question) -> list[SweepResult]:
+        """Return what the sweeps for groups of targets found, in order.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            ValueError: there are several checkpoints.
+            All that [`plan`] raises.
+        """
+        if len(question.ids) > 1:
+            raise ValueError(
+                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
+                "weights alone. Leave `checkpoints` out."
+            )
+        self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
+        digest = content_digest(self._identity(question))[:12]
         directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
         sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
         if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
@@ -109,8 +156,7 @@ class RunReplay:
             source = {**model.sources, **question.sources}.get(model_id)
             with model.weights(model_id, source, register=model_id not in model.store.model_ids):
                 processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
-        results = [one.result(len(part)) for part, one in sweeps]
-        return PlannedScores(identity, self._blocks(question, results))
+        return [one.result(len(part)) for part, one in sweeps]
 
     def _identity(self, question: Question) -> dict[str, Any]:
         method, store = self.method, self.model.store
@@ -136,7 +182,7 @@ class RunReplay:
 
     def _sweeps(self, question: Question, directory: Path, digest: str) -> list[tuple[range, BackwardSweep]]:
         """Plan a sweep for each group of targets."""
-        path, method = _path_of(self.record, self.model.device), self.method
+        path, method = self._path(), self.method
         n = row_count(self.model.train_dataset, "train_dataset")
         options = SweepOptions(method.smoothing, method.hessian_share, method.products, self.model.args.seed)
         planned = []
@@ -146,12 +192,42 @@ class RunReplay:
             planned.append((part, BackwardSweep(path, options, place, identity, n)))
         return planned
 
+    def _path(self) -> RunPath:
+        """Return the path of the run, with the losses that its trainer computed.
+
+        Raises:
+            HfTrakError: they are not known.
+            StoreError: a file is missing or damaged.
+        """
+        record, device = self.record, self.model.device
+        if isinstance(record, RunRecord):
+            path, across = RunPath.of_record(record, device), record.description["across_devices"]
+            processes = record.description["processes"]
+        else:
+            numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
+            path = RunPath(
+                record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
+            )
+            processes, across = 1, True
+        own = getattr(self.task, "of_task", None)
+        if isinstance(own, TrainerLossModelOutput):
+            path.steps = with_own_loss(path.steps, own, self._collated, processes, across)
+            path.logged = logged_losses(self.model.trainer) if isinstance(record, RunRecord) else path.logged
+        elif not path.logged and isinstance(record, RunRecord):
+            raise HfTrakError(
+                "The record has no loss: the model returned none, since the trainer computed it from the outputs. "
+                "Expected the trainer, which has this loss. Make the attributor by `TrakAttributor.from_trainer`."
+            )
+        return path
+
     def _compute(self, question: Question, model_id: int, sweeps: Sequence[tuple[range, BackwardSweep]]) -> None:
         """Make the sweeps that are not made yet, with the last weights in the model. In the main process."""
         model = self.model
         last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
         self._check_weights(sweeps[0][1].path, last)
-        featurizer = model.featurizer(self.task)
+        dropped = sweeps[0][1].path.steps[0].batches[0].random is not None
+        task = taking_masks(self.task) if dropped else self.task
+        featurizer = model.featurizer(task)
         featurizer.prepare_task(model_id, model.args.batch_size)
         batches = featurizer.batches(model.train_dataset)
 
@@ -160,7 +236,8 @@ class RunReplay:
                 batch = send_to_device(batches.collated(list(rows)), model.device)
                 yield list(rows), featurizer.in_dtype_of_model(batch)
 
-        passes = StepPasses(model.model, self.task, model.layout, featurizer.computer(), collated)
+        bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
+        passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
         targets = self._targets(question, passes)
         try:
             for part, sweep in sweeps:
@@ -169,7 +246,7 @@ class RunReplay:
                 for text in warnings_of(found, sweep.path, self.method):
                     logger.warning("%s", text)
         finally:
-            passes.put(last.to(model.device))
+            passes.end(last.to(model.device))
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""
@@ -207,28 +284,6 @@ class RunReplay:
         for first in range(0, n, size):
             last = min(first + size, n)
             yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
-
-
-def _path_of(record: RunRecord | SavedRun, device: torch.device) -> RunPath:
-    """Return the path of a run.
-
-    Raises:
-        HfTrakError: the loss of the record is not that of the model.
-        StoreError: a file is missing or damaged.
-    """
-    if isinstance(record, RunRecord):
-        path = RunPath.of_record(record, device)
-        if not path.logged:
-            raise HfTrakError(
-                "The record has no loss: the model returned none, since the trainer computed it from the outputs "
-                "(`compute_loss_func` or `label_smoothing_factor`). Expected the loss of the model itself. Train "
-                "without them to replay the run."
-            )
-        return path
-    numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
-    return RunPath(
-        record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
-    )
 
 
 def _checksums(record: RunRecord | SavedRun) -> list[str]:

@@ -1,6 +1,6 @@
 """Row groups of Parquet files of others, decoded within bounds: a few hundred bytes can stand for gigabytes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -19,10 +19,48 @@ _BATCH_ROWS = 1024
 _WIDTHS = {"BOOLEAN": 0.125, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 
 
-def check_groups(metadata: pq.FileMetaData, size: int) -> None:
-    """Check all row groups of a file as [`check_group`] does."""
-    for group in range(metadata.num_row_groups):
-        check_group(metadata, group, size)
+def check_groups(file: Any, size: int) -> None:
+    """Check all row groups of a file as [`check_group`] does, and columns whose dictionaries may stand for more.
+
+    A footer does not tell how long the texts are that refer to a dictionary. Where every one may be as long as all of
+    it, and that is too much, the column is decoded piece by piece.
+
+    Args:
+        file: the file, open.
+        size: bytes of the file.
+
+    Raises:
+        StoreError: a row group is larger. The message begins with "it".
+    """
+    source = pq.ParquetFile(file)
+    for group in range(source.metadata.num_row_groups):
+        most = check_group(source.metadata, group, size)
+        doubtful = [
+            one.path_in_schema
+            for one in _with_dictionaries(source.metadata, group)
+            if one.num_values * one.total_uncompressed_size > most
+        ]
+        if doubtful:
+            for _ in _pieces(source, group, most, doubtful):
+                pass
+
+
+def _with_dictionaries(metadata: pq.FileMetaData, group: int) -> list[Any]:
+    found = metadata.row_group(group)
+    columns = [found.column(place) for place in range(found.num_columns)]
+    return [column for column in columns if column.has_dictionary_page]
+
+
+def _pieces(source: pq.ParquetFile, group: int, most: int, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    """Decode a row group in batches, of a few rows if one may be long. Raises `StoreError` after `most` bytes."""
+    longest = max([one.total_uncompressed_size for one in _with_dictionaries(source.metadata, group)], default=0)
+    total, rows = 0, max(1, min(_BATCH_ROWS, most // max(1, longest)))
+    for batch in source.iter_batches(rows, row_groups=[group], columns=columns):
+        yield batch
+        for column in batch.columns:
+            total += (column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column).nbytes
+        if total > most:
+            raise StoreError(f"it holds more than {most} bytes")
 
 
 def check_group(metadata: pq.FileMetaData, group: int, size: int, columns: Sequence[str] | None = None) -> int:
@@ -65,10 +103,5 @@ def read_group(file: Any, metadata: pq.FileMetaData, group: int, size: int, colu
     most = check_group(metadata, group, size, columns)
     source = pq.ParquetFile(file, metadata=metadata, pre_buffer=True)
     names = None if columns is None else [*columns]
-    batches, total = list[pa.RecordBatch](), 0
-    for batch in source.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
-        batches.append(batch)
-        total += batch.nbytes
-        if total > most:
-            raise StoreError(f"it holds more than {most} bytes")
+    batches = [*_pieces(source, group, most, names)]
     return pa.Table.from_batches(batches) if batches else source.read_row_group(group, columns=names)

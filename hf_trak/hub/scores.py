@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from datasets import (
     Dataset,
@@ -232,7 +231,7 @@ def _check_files(api: HfApi, repo_id: str, revision: str | None) -> None:
             continue
         file = RangedFile(size, partial(download_range, api, repo_id, str(info.sha), name, size=size))
         try:
-            check_groups(pq.ParquetFile(file).metadata, size)
+            check_groups(file, size)
         except (StoreError, pa.ArrowException) as error:
             raise RefusedIndexError(
                 f"{name!r} of {repo_id} was refused: {error}. Expected published scores."

@@ -2,7 +2,7 @@
 
 `row_digest.py` hashes datasets, `collation.py` describes the batches that a collator makes, `model_identity.py` what a
 model computes apart from its weights (with `module_settings.py` and `config_identity.py`), and `function_identity.py`
-the code of a user (with `code_digest.py`, `bytecode.py` and `own_code.py`).
+the code of a user (with `own_code.py`).
 
 Digests and names are on disk, so that the same input must give the same identity in later versions.
 

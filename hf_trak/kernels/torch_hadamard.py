@@ -63,19 +63,6 @@ class HadamardTransform:
         return self._result
 
 
-def hadamard_rows(rows: Tensor) -> Tensor:
-    """Multiply rows by the Hadamard matrix, see [`HadamardTransform`].
-
-    Args:
-        rows: `(rows, p)`, float32, p a power of two.
-
-    Returns:
-        `(rows, p)`, float32.
-    """
-    count, size = rows.shape
-    return HadamardTransform(count, size, rows.device)(rows)
-
-
 def rotate_blocks(rows: Tensor, signs: Tensor, size: int, starts: list[int]) -> None:
     """Replace blocks of columns, one after another, by H·D·x / √p: the rounds of `hadamard-1`.
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side, checked_choice
 from hf_trak.modelout_functions.batches import looked_at
 
 Aggregation = Literal["sum", "mean"]
@@ -142,6 +142,21 @@ class AggregatedModelOutput(BatchedModelOutput):
                 "number per label. Give every row as many entries as it has labels."
             )
         return column
+
+
+def labels_of(task: AbstractModelOutput) -> AggregatedModelOutput | None:
+    """Find the task that adds up the labels of a target, also inside of a loss.
+
+    Args:
+        task: the model output function.
+
+    Returns:
+        The task, or the one that a loss takes for targets; `None` where a target has one number.
+    """
+    inner: Any = task
+    while inner is not None and not isinstance(inner, AggregatedModelOutput):
+        inner = getattr(inner, "of_task", None)
+    return inner
 
 
 _MAY_BE_EMPTY = ContextVar("targets that may be without labels", default=False)

@@ -11,22 +11,34 @@ that the model computes itself, or a second call of the model) is taken row by r
 """
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hf_trak.modelout_functions.answered_calls import (
+    Answering,
+    Called,
+    OfTheBatch,
+    WeightsKept,
+    WholeBatchError,
+    divided,
+    leaf,
+)
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import size_of, takes_positions, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.modelout_functions.trainer_settings import loss_settings
+
+_OF_A_ROW = object()
+
+_SAME_SLOPE = 1e-3
+"""Part of the derivative of a batch's loss that may be left over beside those of its rows."""
 
 MOST_OUTPUTS = 64
 """Outputs of a row up to which the second derivatives of its loss are taken, one backward pass for each."""
@@ -100,11 +112,11 @@ class TrainerLossModelOutput(BatchedModelOutput):
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            raise _Called(args, kwargs)
+            raise Called(args, kwargs)
 
         try:
-            self._computed(call, _as_inputs(batch))
-        except _Called as called:
+            self._computed(call, self._inputs(batch))
+        except Called as called:
             return called.inputs, with_positions(called.named) if self._positions else called.named
         raise TypeError(
             f"`{self.name}` returned a loss without calling `model`. Expected a method that computes the loss from "
@@ -127,16 +139,16 @@ class TrainerLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the loss of several rows cannot be told apart, or is no number.
         """
-        inputs, size = _as_inputs(batch), size_of(batch) or 1
+        inputs, size = self._inputs(batch), size_of(batch) or 1
         if size == 1:
-            return self._of_row(model_output, inputs).reshape(1)
+            return self._answered(model_output, inputs).reshape(1)
         if not self._row_by_row:
             try:
-                outputs = _divided(model_output, size)
+                outputs = divided(model_output, size)
                 return torch.stack(
-                    [self._of_row(outputs[row], rows_of(inputs, [row], size), False) for row in range(size)]
+                    [self._answered(outputs[row], rows_of(inputs, [row], size), False) for row in range(size)]
                 )
-            except _WholeBatchError:
+            except WholeBatchError:
                 self._row_by_row = True
         raise ValueError(
             f"`{self.name}` needs more than the rows of one output of the model, for a batch of {size} rows. Expected "
@@ -201,15 +213,9 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """Return the K outputs of every row that its loss depends on `(B, K)`, and two derivatives of the loss."""
         size = size_of(batch) or 1
         leaves, spec = tree_flatten(model_output)
-        places = [
-            place
-            for place, one in enumerate(leaves)
-            if isinstance(one, Tensor) and one.is_floating_point() and one.ndim and one.shape[0] == size
-        ]
-        given = list(leaves)
         with torch.enable_grad():
-            for place in places:
-                given[place] = leaves[place].detach().requires_grad_()
+            given = [leaf(one, size) for one in leaves]
+            places = [place for place, one in enumerate(given) if one is not leaves[place]]
             losses = self.per_sample_loss(tree_unflatten(given, spec), batch).sum()
             found = torch.autograd.grad(losses, [given[p] for p in places], create_graph=True, allow_unused=True)
             used = [(place, slope.flatten(1)) for place, slope in zip(places, found, strict=True) if slope is not None]
@@ -243,10 +249,84 @@ class TrainerLossModelOutput(BatchedModelOutput):
         Raises:
             ValueError: the result is no single number.
         """
-        return self._computed(model, _as_inputs(batch))
+        return self._computed(model, self._inputs(batch))
 
-    def _of_row(self, model_output: Any, inputs: dict[str, Any], alone: bool = True) -> Tensor:
-        """Compute the loss of one row whose first call of the model is answered already."""
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer "
+                "takes. Use the data collator of the trainer."
+            )
+        return {name: value for name, value in batch.items() if name not in self.batch_columns}
+
+    def shares(self, model_output: Any, batch: Batch, items: float | None) -> Tensor | None:
+        """Compute the factor of the loss of every row in the loss of the whole batch, as the trainer takes it.
+
+        Both have their derivatives by the outputs of the row, and the factor is their ratio.
+
+        Args:
+            model_output (`Any`):
+                What the model returned for the batch.
+            batch (`Batch`):
+                The batch.
+            items (`float`, *optional*):
+                The `num_items_in_batch` of the training.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: float64, or `None` if the loss needs more than one output of the model.
+
+        Raises:
+            ValueError: the loss of the batch is no weighted sum of those of its rows.
+        """
+        inputs, size = self._inputs(batch), size_of(batch) or 1
+        with torch.enable_grad():
+            leaves, spec = tree_flatten(model_output)
+            given = [leaf(one, size) for one in leaves]
+            opened = tree_unflatten(given, spec)
+            used = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+            if not used:
+                return None
+            count = None if items is None else torch.tensor(items, device=used[0].device)
+            rows = list[Tensor]()
+            try:
+                losses = [self.per_sample_loss(opened, batch).sum(), self._answered(opened, inputs, False, count)]
+            except (ValueError, WholeBatchError):
+                if self._row_by_row:
+                    return None
+                raise
+            for loss in losses:
+                found = torch.autograd.grad(loss, used, retain_graph=True, allow_unused=True, materialize_grads=True)
+                rows.append(torch.cat([one.reshape(size, -1) for one in found], 1).double())
+        alone, together = rows
+        factors = (alone * together).sum(1) / alone.square().sum(1).clamp(min=1e-300)
+        left = (together - factors.unsqueeze(1) * alone).norm()
+        if not float(left) <= _SAME_SLOPE * float(together.norm()):
+            raise ValueError(
+                f"The loss of a batch by `{self.name}` is no weighted sum of the losses of its rows: a part of "
+                f"{float(left / together.norm()):.1%} of its derivative is left over. Expected a loss that is a mean "
+                "or a sum over rows. Pass `task=`, a function of your own (model_output, batch) -> (B,)."
+            )
+        return factors
+
+    def items(self, batches: Sequence[Batch]) -> float | None:
+        """Count what the loss of some accumulated batches is divided by; `None` where each takes its own mean."""
+        count = getattr(self._view(), "get_batch_samples", None)
+        found = None if count is None else count(iter(batches), len(batches), torch.device("cpu"))[1]
+        return None if found is None else float(found)
+
+    def is_scaled(self, items: float | None) -> bool:
+        """Tell whether the loss of a batch is its part of the loss of a step, which the trainer divides no more."""
+        said = self._held.get("loss_is_scaled_for_ga", getattr(self._class, "loss_is_scaled_for_ga", None))
+        if said is not None:
+            return bool(said)
+        counted = self._held.get("model_accepts_loss_kwargs") and items is not None
+        return bool(counted or self._held.get("compute_loss_func") is not None)
+
+    def _answered(
+        self, model_output: Any, inputs: dict[str, Any], alone: bool = True, items: Any = _OF_A_ROW
+    ) -> Tensor:
+        """Compute the loss of one row, or of a batch with its `items`, whose first call of the model is answered."""
         answers = [model_output]
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -254,22 +334,31 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 return answers.pop()
             self._row_by_row = True  # its weights are those of the module, whatever an engine puts in their place
             if not alone or self._model is None:
-                raise _WholeBatchError
+                raise WholeBatchError
             return self._model(*args, **kwargs)
 
-        return self._computed(call, inputs)
+        return self._computed(call, inputs, items)
 
-    def _computed(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
-        """Call `compute_loss` on a copy of the trainer, with a function or a module in place of the model."""
+    def _view(self) -> Any:
+        """Make a copy of the trainer."""
         view = object.__new__(self._class)
         vars(view).update(self._held)
-        model = call if isinstance(call, torch.nn.Module) else _Answering(self._model, call)
+        return view
+
+    def _computed(self, call: Callable[..., Any], inputs: dict[str, Any], items: Any = _OF_A_ROW) -> Tensor:
+        """Call `compute_loss` on a copy of the trainer, with a function or a module in place of the model.
+
+        With `items`, which are `num_items_in_batch`, it is the loss of a batch, and otherwise that of a row.
+        """
+        view = self._view()
+        model = call if isinstance(call, torch.nn.Module) else Answering(self._model, call)
         vars(view).update(model=model, model_wrapped=model)
-        items = _item_count(view, inputs)
-        with _WeightsKept():
+        of_a_row = items is _OF_A_ROW
+        with WeightsKept() if of_a_row else nullcontext():
+            items = _item_count(view, inputs) if of_a_row else items
             loss = view.compute_loss(model, dict(inputs), num_items_in_batch=items)
-        if isinstance(loss, _OfTheBatch):
-            raise _WholeBatchError
+        if isinstance(loss, OfTheBatch):
+            raise WholeBatchError
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.100}"
             raise ValueError(
@@ -277,15 +366,6 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 "own (model_output, batch) -> (B,)."
             )
         return loss.reshape(())
-
-
-def _as_inputs(batch: Batch) -> dict[str, Any]:
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer takes. "
-            "Use the data collator of the trainer."
-        )
-    return dict(batch.items())
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:
@@ -316,85 +396,3 @@ def _item_count(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
     device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
     counted = None if count is None else count(iter([inputs]), 1, device)[1]
     return None if counted is None else torch.tensor(float(size_of(inputs) or 1), device=device)
-
-
-class _Called(BaseException):
-    """Ends `compute_loss` at its first call of the model. No `except Exception` of a trainer catches it."""
-
-    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__()
-        self.inputs, self.named = inputs, named
-
-
-class _WholeBatchError(Exception):
-    """The loss of a row needs more than the row of one output of the model."""
-
-
-class _Answering:
-    """Stands for the model in all but its forward pass."""
-
-    def __init__(self, model: torch.nn.Module | None, call: Callable[..., Any]) -> None:
-        self._of, self.forward = model, call
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # trainers ask for the class of the model
-        return type(self._of)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_of"], name)
-
-
-class _OfTheBatch:
-    """Stands for a number that the model returned for the whole batch, such as a loss: no row has one."""
-
-    def _refused(self, *args: Any, **kwargs: Any) -> Any:
-        raise _WholeBatchError
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise _WholeBatchError
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
-    __neg__ = __pow__ = __getattr__ = __getitem__ = __iter__ = __float__ = __bool__ = _refused
-
-
-def _divided(model_output: Any, size: int) -> list[Any]:
-    """Divide what the model returned for a batch into rows of one."""
-    pieces: dict[int, Sequence[Tensor]] = {}
-
-    def row(value: Any, place: int) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: each(getattr(value, f.name), place) for f in dataclasses.fields(value)}
-            return dataclasses.replace(value, **fields)
-        if not isinstance(value, Tensor):
-            return value
-        if value.ndim == 0 or value.shape[0] != size:
-            return _OfTheBatch()
-        # the gradients of `split` are joined once, those of slices are added up in a tensor of zeros each
-        return pieces.setdefault(id(value), value.split(1))[place]
-
-    def each(value: Any, place: int) -> Any:
-        return tree_map(lambda one: row(one, place), value)
-
-    return [each(model_output, place) for place in range(size)]
-
-
-class _WeightsKept(TorchFunctionMode):
-    """Divides a cross-entropy with weights of classes by the number of labels, and not by the sum of their weights."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (functional.cross_entropy, functional.nll_loss):
-            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            target, mean = given["target"], given.get("reduction", "mean") == "mean"
-            # a mean over probabilities of classes is divided by their number anyway
-            if mean and given.get("weight") is not None and not target.is_floating_point():
-                labels = (target != given.get("ignore_index", -100)).sum().clamp(min=1)
-                return func(**{**given, "reduction": "sum"}) / labels
-        return func(*args, **kwargs)

@@ -9,11 +9,13 @@ from datasets import Dataset
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
 from hf_trak.report.views import RunViews
+from hf_trak.runtime.checks import is_int
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 
@@ -49,10 +51,12 @@ class LastResult:
         if isinstance(method, Index):
             return {}
         if isinstance(method, Replay):
+            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share or 1:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.form} of {method.rows} rows a step",
+                "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
+                **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
             }
         if isinstance(method, Rerank) and rows is None:
             return {"reranked": "nothing: the training rows are not at hand"}
@@ -137,12 +141,15 @@ def show_target(
         `TargetDisplay`: displayed by notebooks.
 
     Raises:
-        IndexError: there is no such target.
-        ValueError: `scored` is no such result, a column does not exist, or `examples` is below 1.
+        ValueError: there is no such target, `scored` is no such result, a column does not exist, or `examples` is
+            below 1.
         TypeError: there is no such option.
     """
-    if not 0 <= index < len(scored):
-        raise IndexError(f"There is no target {index}. Expected 0 … {len(scored) - 1}.")
+    if not is_int(index, 0) or index >= len(scored):
+        raise ValueError(
+            f"`target` is {index!r}. Expected the number of one of {len(scored)} targets, from 0. Give the row "
+            "that it has in the result of `attribute`."
+        )
     options = ReportOptions(examples=examples, **columns)
     # Select the row first, so that full score lists of the other targets are not read.
     rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]

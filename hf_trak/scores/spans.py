@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_trak.data.rows import RowBatches
 from hf_trak.data.said import PREDICTED, Range, decoded, places, said_column, said_in
-from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput, labels_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
@@ -149,13 +149,13 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
         TypeError: the task does not aggregate over labels, or `dataset` is no `datasets.Dataset`.
     """
     _require_dataset(dataset)
-    if not isinstance(task, AggregatedModelOutput):
+    if (labelled := labels_of(task)) is None:
         raise TypeError(
-            f"The task is a {type(task).__name__}, which has one label per sample. Expected one that aggregates over "
-            "labels, such as 'causal_lm' or 'token_classification'. Leave `per_token` out."
+            f"The task is a {type(task).__name__}, which has one number per target. Expected one that aggregates over "
+            "labels. Leave `per_token` out, or pass `task=`, such as 'causal_lm' or 'token_classification'."
         )
     columns: dict[str, list[Any]] = {"trak_target": [], "trak_position": [], TARGET_WEIGHTS: []}
-    for target, weights in enumerate(label_weights(task, batches, dataset)):
+    for target, weights in enumerate(label_weights(labelled, batches, dataset)):
         for position in np.flatnonzero(weights).tolist():
             alone = np.zeros(len(weights))
             alone[position] = weights[position]

@@ -8,5 +8,6 @@ May import: `hf_trak.errors`, `hf_trak.runtime` and `hf_trak.store.codes`. It kn
 scores are computed.
 
 Start with the docstring of `store.py`, which lists the files; then `shards.py` (one file of tensors), `sealed.py`
-(one file of JSON) and `atomic.py` (how files appear). `leftovers.py` says who removes temporary files.
+(one file of JSON) and `atomic.py` (how files appear, and who removes temporary ones). `lease.py` says who removes
+unfinished work.
 """

@@ -19,6 +19,8 @@ from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
+from hf_trak.trajectory.dropout import DropoutMasks
 from hf_trak.trajectory.record import MicroBatch, is_known
 
 CurvatureForm = Literal["hessian", "gauss-newton"]
@@ -32,8 +34,9 @@ ROW_BYTES = 2**29
 _ROW_COPIES = 16
 """Bytes for each number of a gradient, with what engines hold beside it."""
 
-_AGREEMENT = 1e-3
-"""By how much the loss of a batch may differ from what the model returned, relative to it."""
+_AGREEMENT, _HALF_AGREEMENT = 1e-3, 2e-2
+"""By how much the loss of a batch may differ from what the model returned, relative to it; the second for training in
+bfloat16, whose weights are kept in float32, and whose replay computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,23 @@ class StepPasses:
         layout: ParameterLayout,
         computer: AbstractGradientComputer,
         batches: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], Any]]],
+        bf16: bool = False,
     ) -> None:
         """
         Args:
             model: the model, in eval mode.
-            task: the training rows' side, minus the loss of each.
+            task: the training rows' side, minus the loss of each. For a run with dropout it takes masks.
             layout: the trained parameters.
             computer: the gradient computer of this task.
             batches: collates lists of row numbers, and yields `(rows, batch)` for each.
+            bf16: whether the training computed in bfloat16.
         """
         self.model, self.task, self.layout, self.computer = model, task, layout, computer
         self._batches = batches
         self.normalization: Normalization | None = None
         self._parameters = dict(model.named_parameters())
+        self._masks = DropoutMasks(model, task, bf16)
+        self._agreement = _HALF_AGREEMENT if bf16 else _AGREEMENT
         self._weighted = _WeightedLoss(task)
         self._curvatures: dict[CurvatureForm, GaussNewton] = {
             "gauss-newton": GaussNewton(model, self._weighted, layout),
@@ -87,6 +94,16 @@ class StepPasses:
                 own = self._parameters[slot.name]
                 own.copy_(weights[slot.offset : slot.offset + slot.numel].reshape(slot.shape))
 
+    def end(self, weights: Tensor) -> None:
+        """Leave the model with these weights, and without hooks."""
+        self._masks.close()
+        self.put(weights)
+
+    def _drawn(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, list[int], Any]]:
+        """Yield passes with their rows and batches, with the masks of their dropout."""
+        for passed, (rows, batch) in zip(batches, self._batches([one.rows for one in batches]), strict=True):
+            yield passed, rows, batch if passed.random is None else self._masks.drawn(batch, passed.random)
+
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def rows(self, batches: Sequence[MicroBatch], side: Side = "train") -> Iterator[RowGradients]:
@@ -97,7 +114,7 @@ class StepPasses:
             NonFiniteError: a gradient is NaN or infinite.
         """
         together = max(1, ROW_BYTES // (self.layout.total * _ROW_COPIES))
-        for passed, (rows, batch) in zip(batches, self._batches([one.rows for one in batches]), strict=True):
+        for passed, rows, batch in self._drawn(batches):
             split = SplitBatch.of(batch)
             if split.size != len(rows):
                 raise HfTrakError(
@@ -138,7 +155,15 @@ class StepPasses:
 
         Raises:
             HfTrakError: the loss is not what the model returned in the training.
+            ValueError: the trainer's own loss is no weighted sum over rows.
         """
+        own = getattr(self.task, "of_task", None)
+        if isinstance(own, TrainerLossModelOutput):
+            with torch.no_grad(), problem_type_fixed(self.model, _labels(batch)):
+                outputs = run_model(self.task, self.model, batch)
+            found = own.shares(outputs, batch, passed.items if is_known(passed.items) else None)
+            if found is not None:
+                return found
         if self.normalization is None:
             self._find_normalization(passed, batch)
         return self._shares(self.normalization, passed, batch)
@@ -168,9 +193,10 @@ class StepPasses:
         every: tuple[Normalization, ...] = (*given, "labels")
         for one in every:
             tried[one] = float((self._shares(one, passed, batch) * losses).sum())
-            if abs(tried[one] - passed.loss) <= _AGREEMENT * max(abs(passed.loss), 1e-6):
-                self.normalization = one
-                return
+        nearest = min(every, key=lambda one: abs(tried[one] - passed.loss))
+        if abs(tried[nearest] - passed.loss) <= self._agreement * max(abs(passed.loss), 1e-6):
+            self.normalization = nearest
+            return
         shown = ", ".join(f"{value:.6g} (divided by {name})" for name, value in tried.items())
         raise HfTrakError(
             f"The loss of the first batch was {passed.loss:.6g} in the training, and is now {shown}. Expected the "
@@ -198,11 +224,8 @@ class StepPasses:
             GradientEngineError: the model cannot be differentiated twice.
         """
         total = torch.zeros_like(directions)
-        for (passed, places), (_, batch) in zip(
-            zip(batches, chosen, strict=True), self._batches([one.rows for one in batches]), strict=True
-        ):
-            if not places:
-                continue
+        wanted = [(one, places) for one, places in zip(batches, chosen, strict=True) if places]
+        for (_, places), (passed, _, batch) in zip(wanted, self._drawn([one for one, _ in wanted]), strict=True):
             index = torch.tensor(places, device=directions.device)
             self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
             total += self._curvatures[form].products(SplitBatch.of(batch).picked(places), directions)

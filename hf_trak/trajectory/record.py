@@ -44,12 +44,14 @@ class MicroBatch:
         loss (`float`): the loss that the model returned; NaN where it returned none.
         items (`float`): `num_items_in_batch` that the model was given; NaN where it was given none.
         scale (`float`): the factor of its loss in the loss of the step.
+        random (`torch.Tensor`, *optional*): the state of the random generator before it, for a model with dropout.
     """
 
     rows: tuple[int, ...]
     loss: float
     items: float
     scale: float = 1.0
+    random: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ class RunRecord:
             StoreError: the file cannot be written.
         """
         batches = [batch for one in steps for batch in one.batches]
+        states = [batch.random for batch in batches if batch.random is not None]
         tensors = {
             "weights": weights,
             "rows": torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64),
@@ -215,6 +218,7 @@ class RunRecord:
             "items": torch.tensor([batch.items for batch in batches], dtype=torch.float64),
             "rates": torch.tensor([rate for one in steps for rate in one.rates], dtype=torch.float64),
             "norms": torch.tensor([one.norm for one in steps], dtype=torch.float64),
+            "random": torch.cat([torch.empty(0, dtype=torch.uint8), *states]),
         }
         counts = {name: len(value) for name, value in tensors.items()}
         first = step - len(steps)
@@ -243,7 +247,7 @@ class RunRecord:
                 f"steps before. {_AGAIN}"
             )
         floats = dict.fromkeys(("losses", "items", "rates", "norms"), torch.float64)
-        dtypes = {"weights": self.dtype, **floats}
+        dtypes = {"weights": self.dtype, "random": torch.uint8, **floats}
         specs = {name: TensorSpec((count,), (dtypes.get(name, torch.int64),)) for name, count in counts.items()}
         return first, read_tensors(path, identity, specs)
 
@@ -297,12 +301,13 @@ class RunRecord:
         """Take the steps of one state apart."""
         sizes, losses, items = (tensors[name].tolist() for name in ("sizes", "losses", "items"))
         rows = tensors["rows"].split(sizes)
+        random = tensors["random"].reshape(len(sizes), -1).clone() if len(tensors["random"]) else [None] * len(sizes)
         norms = tensors["norms"].tolist()
         rates = tensors["rates"].reshape(len(norms), -1).tolist() if norms else []
         place = 0
         for index, count in enumerate(tensors["batches"].tolist()):
             batches = tuple(
-                MicroBatch(tuple(rows[i].tolist()), losses[i], items[i], self._scale(items[i], count))
+                MicroBatch(tuple(rows[i].tolist()), losses[i], items[i], self._scale(items[i], count), random[i])
                 for i in range(place, place + count)
             )
             place += count

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.runtime.sharding import is_sharded
+from hf_trak.trajectory.dropout import dropout_of, random_state
 from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
 from hf_trak.trajectory.record import MicroBatch, RecordedStep, RunRecord, trained_weights
 
@@ -41,16 +42,17 @@ class RunRecorder:
         self._steps: list[RecordedStep] = []
         self._drawn: list[list[int]] = []
         self._place = self._skipped = 0
-        self._passes: list[tuple[Tensor | None, Any]] = []
-        self._batches: list[tuple[list[int], Tensor | None, Any]] = []
+        self._passes: list[tuple[Tensor | None, Any, Tensor | None]] = []
+        self._batches: list[tuple[list[int], Tensor | None, Any, Tensor | None]] = []
         self._numbers: tuple[list[float], Tensor] | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._random: Tensor | None = None
 
     def begin(self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any) -> None:
         """Describe the run, write its first state, and begin to watch.
 
         Raises:
-            HfTrakError: the run draws at random, or cannot be recorded for another reason.
+            HfTrakError: the run leaves out layers at random, or cannot be recorded for another reason.
             ConfigMismatchError: the directory has the record of another run.
             IncompleteStoreError: the run is resumed from a step that is not recorded.
             StoreError: a file is damaged or cannot be written.
@@ -70,7 +72,10 @@ class RunRecorder:
         self._steps.clear()
         self._passes.clear()
         self._batches.clear()
-        self._hook = model.register_forward_hook(self._after_forward, with_kwargs=True)
+        self._random = None
+        self._hooks = [model.register_forward_hook(self._after_forward, with_kwargs=True)]
+        if description["dropout"]:
+            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
         _watch(_sampler(loader), self._begin_epoch)
 
     def _open(self, description: dict[str, Any], step: int) -> None:
@@ -116,9 +121,13 @@ class RunRecorder:
         self._drawn, self._place, self._skipped = [], self._skipped, 0
         return self._drawn
 
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if module.training:
+            self._random = random_state(next(module.parameters()).device).cpu()
+
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if module.training:
-            self._passes.append((_loss_of(output), kwargs.get("num_items_in_batch")))
+            self._passes.append((_loss_of(output), kwargs.get("num_items_in_batch"), self._random))
 
     def pass_done(self) -> None:
         """Note the rows of a pass. Losses stay on their device until the step is done.
@@ -133,7 +142,7 @@ class RunRecorder:
                 f"Expected every batch to come from the sampler of the trainer's data loader. {_LEAVE_OUT}"
             )
         self._place += 1
-        one = self._passes[0] if len(self._passes) == 1 else (None, None)
+        one = self._passes[0] if len(self._passes) == 1 else (None, None, None)
         self._passes.clear()
         self._batches.append((rows, *one))
 
@@ -154,7 +163,10 @@ class RunRecorder:
         """
         self.pass_done()
         assert self._numbers is not None
-        batches = tuple(MicroBatch(tuple(rows), _number(loss), _number(items)) for rows, loss, items in self._batches)
+        batches = tuple(
+            MicroBatch(tuple(rows), _number(loss), _number(items), random=random)
+            for rows, loss, items, random in self._batches
+        )
         self._batches.clear()
         rates, norm = self._numbers
         self._steps.append(RecordedStep(batches, tuple(rates), float(norm)))
@@ -183,8 +195,8 @@ class RunRecorder:
             )
         else:
             self.write(step)
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def describe_run(
@@ -203,6 +215,8 @@ def describe_run(
     return {
         "accumulation": args.gradient_accumulation_steps,
         "across_devices": bool(args.average_tokens_across_devices),
+        "bf16": bool(args.bf16),
+        "dropout": bool(dropout_of(model)),
         "dtype": "float64" if double else "float32",
         "group_of": [int(members[slot.offset]) for slot in layout.slots],
         "groups": [dict(group) for group in groups],
@@ -218,12 +232,13 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it draws at random, divides its parameters, scales its gradients, or streams its rows.
+        HfTrakError: it leaves out layers, divides its parameters, scales its gradients, or streams its rows.
     """
-    if dropped := dropout_of(model):
+    settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
+    if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
         raise HfTrakError(
-            f"The model has dropout ({dropped}). Expected a training that draws nothing at random, whose steps can be "
-            "taken back. Set it to 0 in the configuration of the model, or leave out `record=True`."
+            f"The model leaves out whole layers at random ({left_out}). Expected dropout of single numbers at most, "
+            "which can be drawn once more. Set it to 0 in the configuration of the model, or leave out `record=True`."
         )
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise HfTrakError(
@@ -240,22 +255,18 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
             "`fp16` is set, which scales the loss and skips steps. Expected float32 or `bf16`. Set `bf16=True`, or "
             "leave out `record=True`."
         )
+    half = [name for name, one in model.named_parameters() if one.requires_grad and one.itemsize < 4]
+    if half:
+        raise HfTrakError(
+            f"The weights that are trained are {dict(model.named_parameters())[half[0]].dtype} ({half[0]!r}), whose "
+            "rounding swallows small updates, so that steps have no derivative. Expected weights in float32, with "
+            "which `bf16=True` computes in bfloat16. Load the model with `dtype=torch.float32`."
+        )
     if isinstance(loader.dataset, IterableDataset) or not isinstance(_sampler(loader), BatchSampler):
         raise HfTrakError(
             "The training rows come from a stream, or from a loader without a batch sampler. Expected rows by number. "
             f"Load them as a `datasets.Dataset`. {_LEAVE_OUT}"
         )
-
-
-def dropout_of(model: torch.nn.Module) -> str:
-    """Name the dropout of a model that is not 0, in its modules or its configuration; empty for none."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"`{name}`, p = {module.p}"
-    settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
-    functional = ("attention_dropout", "layerdrop", "hidden_dropout", "activation_dropout", "drop_path_rate")
-    found = {name: settings[name] for name in functional if isinstance(settings.get(name), float) and settings[name]}
-    return ", ".join(f"`{name}={value}`" for name, value in found.items())
 
 
 def _sampler(loader: Any) -> Any:

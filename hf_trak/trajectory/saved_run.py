@@ -5,9 +5,10 @@ the loader that the trainer makes, with the seed of the run and without the mode
 """
 
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from hf_trak.errors import HfTrakError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import checksum
+from hf_trak.trajectory.dropout import dropout_of
 from hf_trak.trajectory.hyperparameters import Hyperparameters, hyperparameters
 from hf_trak.trajectory.record import MicroBatch, RecordedStep, trained_weights
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict, loaded, read_state_dict
+
+logger = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -56,7 +60,7 @@ class SavedRun:
             collate: makes a batch of training rows.
 
         Raises:
-            HfTrakError: the order of the rows, the loss or the optimizer's numbers cannot be known.
+            HfTrakError: the order of the rows or the optimizer's numbers cannot be known.
             IncompleteStoreError: the weights before the first step are nowhere.
         """
         if trainer.args.world_size > 1:
@@ -64,10 +68,12 @@ class SavedRun:
                 f"The trainer has {trainer.args.world_size} processes, and the run has no record. Expected one "
                 f"process, whose order of the rows is known. {_RECORD_IT}"
             )
-        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-            raise HfTrakError(
-                "The trainer computes the loss from the outputs (`compute_loss_func` or `label_smoothing_factor`). "
-                f"Expected the loss of the model itself. {_RECORD_IT}"
+        if dropped := dropout_of(model):
+            logger.warning(
+                "The model has dropout (%s), and what the training dropped is not recorded. Rows are followed without "
+                "dropout, as in the mean over all that it could drop. %s",
+                dropped,
+                _RECORD_IT,
             )
         self.trainer, self.model, self.layout, self._collate = trainer, model, layout, collate
         self.numbers: Hyperparameters = hyperparameters(trainer, model, layout)
@@ -170,14 +176,24 @@ class SavedRun:
 
     def logged(self) -> list[tuple[range, float]]:
         """Return the mean losses that the trainer logged, with the range of steps of each."""
-        history = self.trainer.state.log_history
-        if not history:
-            paths = [Path(str(one)) / "trainer_state.json" for _, one in sorted(self.checkpoints.items())]
-            states = [json.loads(path.read_text()) for path in paths if path.is_file()]
-            history = states[-1]["log_history"] if states else []
-        found, before = [], 0
-        for entry in history:
-            if "loss" in entry and entry["step"] > before:
-                found.append((range(before, entry["step"]), float(entry["loss"])))
-                before = entry["step"]
-        return found
+        return logged_losses(self.trainer, [str(one) for _, one in sorted(self.checkpoints.items())])
+
+
+def logged_losses(trainer: Any, checkpoints: Sequence[str] = ()) -> list[tuple[range, float]]:
+    """Return the mean losses that a trainer logged, with the range of steps of each.
+
+    Args:
+        trainer: the trainer.
+        checkpoints: directories that it saved, of which the last one has its log if it has not trained itself.
+    """
+    history = trainer.state.log_history
+    if not history:
+        paths = [Path(one) / "trainer_state.json" for one in checkpoints]
+        states = [json.loads(path.read_text()) for path in paths if path.is_file()]
+        history = states[-1]["log_history"] if states else []
+    found, before = [], 0
+    for entry in history:
+        if "loss" in entry and entry["step"] > before:
+            found.append((range(before, entry["step"]), float(entry["loss"])))
+            before = entry["step"]
+    return found

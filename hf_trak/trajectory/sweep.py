@@ -67,11 +67,14 @@ class SweepResult:
         scores (`torch.Tensor`): the derivative of each target by the weight of each row, `(n, m)`, float64.
         growth (`torch.Tensor`): ‖a_t‖ before each step, the largest of all targets relative to the start, `(T,)`.
         losses (`torch.Tensor`): the loss of each step on the path, `(T,)`.
+        settings (`torch.Tensor`): d f / d ln η and d f / d ln λ of every step and target, `(2, T, m)`, float64; NaN
+            where weight decay is a part of the gradient.
     """
 
     scores: Tensor
     growth: Tensor
     losses: Tensor
+    settings: Tensor
 
 
 class BackwardSweep:
@@ -119,6 +122,7 @@ class BackwardSweep:
         """
         series = TensorSpec((self.count,), (torch.float64,))
         specs = {"scores": TensorSpec((self.n, targets), (torch.float64,)), "growth": series, "losses": series}
+        specs["settings"] = TensorSpec((2, self.count, targets), (torch.float64,))
         return SweepResult(**read_tensors(self.result_path, self.identity, specs))
 
     def _read_state(self, step: int) -> State:
@@ -241,14 +245,14 @@ class BackwardSweep:
             states = self._states(start)
             progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
             for index in range(behind - 1, start - 1, -1):
-                self._backward(index, states[index - start], states[index - start + 1].moments, cotangents, scores)
+                self._backward(index, states[index - start], states[index - start + 1], cotangents, scores)
                 growth[index] = self._largest(cotangents, index)
                 progress.update(len(self.path.steps[index].rows))
                 if index % self.saved == 0 and index:
                     self._keep(index, cotangents, scores, growth)
             behind = start
         start_norm = targets.double().norm(dim=1).max().clamp_min(1e-300).cpu()
-        tensors = {"scores": scores, "growth": growth / start_norm, "losses": self.losses}
+        tensors = {"scores": scores, "growth": growth / start_norm, "losses": self.losses, "settings": self.settings}
         write_tensors(self.result_path, tensors, self.identity)
 
     def _largest(self, cotangents: Cotangents, index: int) -> Tensor:
@@ -261,15 +265,19 @@ class BackwardSweep:
             )
         return found
 
-    def _backward(self, index: int, state: State, after: Moments, cotangents: Cotangents, scores: Tensor) -> None:
+    def _backward(self, index: int, state: State, after: State, cotangents: Cotangents, scores: Tensor) -> None:
         """Take the derivatives back through one step, and add the scores of its rows."""
-        recorded = self.path.steps[index]
+        recorded, step = self.path.steps[index], self._step(index)
+        decoupled = isinstance(step, AdamStep) and step.decoupled
+        decayed = state.weights * (-step.rate * step.decay if decoupled else math.nan)
+        ways = torch.stack([after.weights - state.weights, decayed.to(state.weights)])
+        self.settings[:, index] = _products(ways, cotangents.weights).cpu()
         self.passes.put(state.weights)
         held = list(self.passes.rows(recorded.batches)) if self.passes.fits(len(recorded.rows)) else None
         gradient = torch.zeros_like(state.weights)
         for part in held or self.passes.rows(recorded.batches):
             gradient += part.gradients.sum(0)
-        gamma = self._step(index).backward(cotangents, after, gradient, state.weights)
+        gamma = step.backward(cotangents, after.moments, gradient, state.weights)
         for part in held or self.passes.rows(recorded.batches):
             scores.index_add_(0, torch.tensor(part.rows), _products(part.gradients, gamma).cpu())
         chosen, weight = chosen_rows([len(one.rows) for one in recorded.batches], index, self.options)
@@ -279,6 +287,7 @@ class BackwardSweep:
     def _resumed(self, targets: Tensor) -> tuple[int, Cotangents, Tensor, Tensor]:
         """Read where an interrupted sweep was, or begin after the last step."""
         m = len(targets)
+        self.settings = torch.zeros(2, self.count, m, dtype=torch.float64)
         found = self._files("back")
         if not found:
             scores = torch.zeros(self.n, m, dtype=torch.float64)
@@ -290,10 +299,11 @@ class BackwardSweep:
             "scores": TensorSpec((self.n, m), (torch.float64,)),
             "growth": series,
             "losses": series,
+            "settings": TensorSpec((2, self.count, m), (torch.float64,)),
         }
         read = read_tensors(self._file("back", step), {**self.identity, "step": step}, specs)
         read = {name: tensor.clone() for name, tensor in read.items()}
-        known = read.pop("losses")
+        known, self.settings = read.pop("losses"), read.pop("settings")
         self.losses = torch.where(known.isnan(), self.losses, known)
         scores, growth = read.pop("scores"), read.pop("growth")
         return step, Cotangents(**{name: value.to(self.device) for name, value in read.items()}), scores, growth
@@ -307,6 +317,7 @@ class BackwardSweep:
             "scores": scores,
             "growth": growth,
             "losses": self.losses,
+            "settings": self.settings,
         }
         write_tensors(self._file("back", step), tensors, {**self.identity, "step": step})
         for later in self._files("back"):

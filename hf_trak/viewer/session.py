@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 
 from hf_trak.data.rows import RowBatches
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.report.content import Content, visible
 from hf_trak.report.views import index_ranks
@@ -65,7 +65,7 @@ def label_rows(task: AbstractModelOutput, batches: RowBatches, rows: Dataset, n:
     Returns:
         One row per label; `None` if the task has one label per row, or there are too many.
     """
-    if not isinstance(task, AggregatedModelOutput) or rows.format["type"] == "custom":
+    if labels_of(task) is None or rows.format["type"] == "custom":
         return None
     singles = single_labels(task, batches, rows)
     most = min(MOST_TOKENS, MOST_SCORES // max(1, n))

@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     kinds = (RecipeArguments, DataArguments, TrakConfig)
     args, data, trak = parse_yaml_and_args(kinds, argv, description=__doc__.splitlines()[0])
     output_dir = Path(args.output_dir)
-    # A token has as many logits as the vocabulary has entries: small batches, of which only the loss is kept.
+    # A token has as many logits as the vocabulary has entries: small batches, and only their loss is kept.
     training, trak = start(args, trak, per_device_eval_batch_size=8, prediction_loss_only=True)
     with training.main_process_first(desc="loading the dataset"):
         train, targets = load_documents(data)

@@ -25,7 +25,7 @@ class DataArguments(SplitArguments):
     )
     image_column: str = field(default="image", metadata={"help": "Column of images."})
     caption_column: str = field(
-        default="caption", metadata={"help": "Column of captions: texts, or lists, of which the first is taken."}
+        default="caption", metadata={"help": "Column of captions: texts, or lists, whose first entry is taken."}
     )
     swapped_captions: int = field(
         default=0,

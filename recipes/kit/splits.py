@@ -26,7 +26,7 @@ class SplitArguments:
         metadata={"help": "Split of targets. `None` takes `test` or `validation`, or holds out `eval_fraction`."},
     )
     eval_fraction: float = field(
-        default=0.2, metadata={"help": "Part of the train split to hold out where there is no other split."}
+        default=0.2, metadata={"help": "Part of the train split to hold out if there is no other split."}
     )
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Train on this many rows, evenly spaced over the split. `None` takes all."}

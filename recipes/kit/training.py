@@ -58,7 +58,7 @@ class TrainingRecipeArguments:
         metadata={"help": "Attribute with this many checkpoints, from the first to the last of the training."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of training and of the projection."})
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even where there is an accelerator."})
+    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even beside an accelerator."})
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load rows."})
     method: Literal["index", "exact"] = field(
         default="index",

@@ -63,7 +63,7 @@ class RecipeArguments:
         default=None, metadata={"help": "Tokenizer of the text. `None` takes bytes as tokens, for random weights."}
     )
     tokens: int = field(default=64, metadata={"help": "Tokens per row: text is laid end to end and cut."})
-    rows: int = field(default=64, metadata={"help": "Random rows, where there is no text."})
+    rows: int = field(default=64, metadata={"help": "Random rows, if no text is given."})
     targets: int = field(default=2, metadata={"help": "Rows at the end that are explained instead of attributed to."})
     top_k: int = field(default=5, metadata={"help": "Rows to keep for each target and side."})
 
@@ -81,7 +81,7 @@ class RecipeArguments:
 
 
 def token_rows(args: RecipeArguments, data: DataArguments) -> Dataset:
-    """Lay the tokens of all texts end to end, and cut them into rows; draw tokens where there is no text.
+    """Lay the tokens of all texts end to end, and cut them into rows; draw tokens if there is no text.
 
     Raises:
         ValueError: there is text for fewer rows than one more than targets, or a token that the model does not know.

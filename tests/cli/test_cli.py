@@ -86,13 +86,22 @@ def answer(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="module")
 def featurized(home: Path) -> Path:
+    """The output directory of a run that was featurized by the command line."""
+    assert main(["featurize", "--config", str(home / "run.yaml")]) == 0
+    return home / "trak"
+
+
+@pytest.fixture
+def featurized_by_two(home: Path, tmp_path: Path) -> Path:
     """The output directory of two processes that featurized through the module, as `accelerate launch` starts it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_trak"]
-    result = python(*launcher, "featurize", "--config", str(home / "run.yaml"), "--json")
+    result = python(
+        *launcher, "featurize", "--config", str(home / "run.yaml"), "--json", "--output_dir", str(tmp_path / "trak")
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     printed = json.loads(result.stdout)
     assert (printed["train_rows"], printed["features"], printed["missing_shards"]) == (N_TRAIN, 64, 0)
-    return home / "trak"
+    return tmp_path / "trak"
 
 
 # -- the program itself ----------------------------------------------------------------------------------------------
@@ -151,6 +160,20 @@ def test_errors_are_messages_and_tracebacks_on_request(capsys, tmp_path, monkeyp
         main(["report", str(tmp_path)])
 
 
+@pytest.mark.parametrize("argument", ["env", "--help"])
+def test_output_that_nobody_reads_is_no_error(argument):
+    """As of `hf-trak env | head -1`, whose reader is gone before the output is."""
+    code = f"import os, sys; from hf_trak.cli.main import main; os.read(0, 1); sys.exit(main([{argument!r}]))"
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    os.close(reader)
+    _, error = child.communicate(b"x")
+    assert child.returncode == 1 and error == b""
+
+
 def test_env_names_versions_and_no_token(answer, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
     printed = answer("env")
@@ -174,18 +197,28 @@ def test_selftest_passes_here_and_notices_what_is_wrong(answer, monkeypatch):
 # -- from a model and rows to a report -------------------------------------------------------------------------------
 
 
-def test_featurize_by_two_processes_gives_what_the_library_gives(featurized, home, tmp_path):
+def check_scores(featurized, home, directory):
+    """Compare the scores of the command line with those of the library."""
     model = BertForSequenceClassification.from_pretrained(home / "model")
     tokenizer = BertTokenizer.from_pretrained(home / "model")
     train, targets = (sentences(*rows).rename_column("label", "labels") for rows in ((N_TRAIN, 0), (N_EVAL, 1)))
     train, targets = (data.map(lambda row: tokenizer(row["sentence"])) for data in (train, targets))
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=64, shard_size=16, use_cpu=True)
+    config = TrakConfig(output_dir=str(directory), proj_dim=64, shard_size=16, use_cpu=True)
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
     assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0
     found = load_from_disk(featurized / "scores" / "same" / "run" / "scored")
     assert found["trak_indices"][:] == expected["trak_indices"][:]
     np.testing.assert_allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-4)
+
+
+def test_featurize_gives_what_the_library_gives(featurized, home, tmp_path):
+    check_scores(featurized, home, tmp_path / "library")
+
+
+@pytest.mark.slow
+def test_featurize_by_two_processes_gives_what_the_library_gives(featurized_by_two, home, tmp_path):
+    check_scores(featurized_by_two, home, tmp_path / "library")
 
 
 def test_attribute_report_inspect(featurized, home, answer, tmp_path):

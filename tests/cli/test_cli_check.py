@@ -48,11 +48,6 @@ def make_bank(directory: Path) -> Bank:
     return bank
 
 
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 @pytest.fixture
 def checked(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], Checked]:
     """The exit status of `hf-trak inspect --check`, and the state of every file."""

@@ -143,8 +143,8 @@ def test_empty_yaml_and_missing_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--kind", "resnet"], "invalid choice: 'resnet'"),
-        (["--lam", "big"], "invalid float value: 'big'"),
+        (["--kind", "resnet"], "`--kind` is 'resnet'. Expected one of ["),
+        (["--lam", "big"], "`--lam` is 'big'. Expected a number."),
         (["--stepz", "3"], "did you mean --steps?"),
         (["--step", "3"], "unrecognized arguments: --step 3"),  # no abbreviations
     ],

@@ -64,7 +64,7 @@ def test_a_run_has_both_ranks(place: Path, answer: Answer, capsys: pytest.Captur
     assert saved.facts["reranked"] == (
         f"{count} rows, the first 5 of each target and end; ekfac, damping 0.1 relative"
     )
-    assert saved.distributions is None  # exact scores of these rows, of which a run expects those of all
+    assert saved.distributions is None  # exact scores of these rows, and a run expects those of all
     assert main(["report", run]) == 0
     assert "index rank" in Path(run, "report.html").read_text(encoding="utf-8")
     assert main(["attribute", *WANTED, "--method", "rerank", "--rerank_rows", "4"]) != 0

@@ -1,5 +1,6 @@
 """What happens before the first result: imports, and the passes of the first batch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -66,23 +67,45 @@ NO_MODEL = SLOW | {
 }
 
 
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("parser", NO_MODEL | {"torch", "datasets"}),
-        ("inspect", NO_MODEL | {"datasets"}),
-        ("push", NO_MODEL | {"datasets"}),
-        ("selftest", NO_MODEL | {"datasets"}),
-        ("convert", NO_MODEL | {"datasets"}),
-        ("report", NO_MODEL),
-        ("evaluate", NO_MODEL - {"accelerate"}),
-        *((name, SLOW) for name in ("attribute", "estimate", "featurize", "serve", "verify")),
-    ],
-)
-def test_commands_import_what_they_need(module: str, absent: set[str]) -> None:
-    code = f"import sys, hf_trak.cli.{module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not absent & {*done.stdout.split()}
+COMMANDS = {
+    "parser": NO_MODEL | {"torch", "datasets"},
+    **dict.fromkeys(("inspect", "push", "selftest", "convert"), NO_MODEL | {"datasets"}),
+    "report": NO_MODEL,
+    "evaluate": NO_MODEL - {"accelerate"},
+    **dict.fromkeys(("attribute", "estimate", "featurize", "serve", "verify"), SLOW),
+}
+"""Modules of commands, and what they do not import."""
+
+IN_FORKS = """
+import importlib, json, os, sys
+for library, names in json.loads(sys.argv[1]):
+    if library:
+        importlib.import_module(library)
+    for name in names:
+        if os.fork() == 0:
+            importlib.import_module(f"hf_trak.cli.{name}")
+            print(name, *sys.modules, flush=True)
+            os._exit(0)
+        os.wait()
+"""
+"""Imports modules in forks of one process, after the libraries that all of them may import."""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """The modules that each command imports."""
+    lacking = {name: {"torch", "datasets"} & absent for name, absent in COMMANDS.items()}
+    stages = {"": {"torch", "datasets"}, "torch": {"datasets"}, "datasets": set()}
+    plan = [(library, [name for name in lacking if lacking[name] == absent]) for library, absent in stages.items()]
+    command = [sys.executable, "-c", IN_FORKS, json.dumps(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name: {*modules} for name, *modules in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_commands_import_what_they_need(module: str, imported: dict[str, set[str]]) -> None:
+    assert f"hf_trak.cli.{module}" in imported[module]
+    assert not COMMANDS[module] & imported[module]
 
 
 def test_all_public_names_are_listed_and_there() -> None:

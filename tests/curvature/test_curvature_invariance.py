@@ -316,7 +316,7 @@ def kill(stage: str, directory: Path) -> Kept:
 
 
 def unchanged(kept: Kept) -> bool:
-    """Whether files are as they were; blocks, of which there is one file each, are written anew."""
+    """Tell whether files are as they were. Blocks have one file each, and are written anew."""
     return all(path.stat().st_mtime_ns == kept[path] for path in kept if path.exists() and "block-" not in path.name)
 
 

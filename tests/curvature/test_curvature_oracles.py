@@ -42,7 +42,7 @@ class Net(nn.Module):
         return self.body(pixel_values)
 
 
-# -- linear regression, of which everything is known ---------------------------------------------------------------
+# -- linear regression: everything is known -----------------------------------------------------------------------
 
 
 class Regression:

@@ -93,7 +93,7 @@ def test_language_models_and_their_report(tmp_path: Path) -> None:
     after = sorted(path for path in tmp_path.rglob("*") if "curvature" not in path.parts)
     assert before == after, "nothing is left but the curvature"
     assert (found.rows, found.targets, found.top, found.features, found.before) == (12, 4, 3, 256, "exact ekfac")
-    assert found == one.fidelity(rows=12, targets=4) != one.fidelity(rows=12, targets=4, seed=1)
+    assert found == one.fidelity(rows=12, targets=4) != measure_fidelity(one.features, "index", 12, 4, seed=1)
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert content["scores"]["mean_spearman"] == pytest.approx(np.mean(found.scores.spearman))
     assert f"256 features beside whole gradients: {np.mean(found.projection.spearman):.3f} ± " in str(found)

@@ -165,7 +165,7 @@ def test_limits_of_other_models() -> None:
     )
     tokens = torch.full((1, 8), 5)
     BatchLimits.of(roberta).check({"input_ids": tokens})
-    roberta(input_ids=tokens)  # ten rows, of which two come before the first position
+    roberta(input_ids=tokens)  # ten rows: two come before the first position
     with pytest.raises(ValueError, match="8 positions"):
         BatchLimits.of(roberta).check({"input_ids": torch.full((1, 9), 5)})
     with pytest.raises((IndexError, RuntimeError), match="out of"):

@@ -21,7 +21,7 @@ from hf_trak import StreamedRows, TrakAttributor, TrakConfig
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept, held_generators, joined, set_generators
 from hf_trak.data.rows import RowBatches
 from hf_trak.errors import ConfigMismatchError, HfTrakError
-from hf_trak.featurize.featurizer import DrawMean
+from hf_trak.featurize.row_features import DrawMean
 from hf_trak.hub.loading import _draws
 from hf_trak.identity.collation import drawn_at_random
 
@@ -289,6 +289,54 @@ def test_random_rows_that_no_seed_reaches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"token_type_ids.*although the generators .*same seeds.*dataset\.map"):
         masked(tmp_path / "trak", sentences(), collator).featurize()
     assert not list((tmp_path / "trak").rglob("*.safetensors"))
+
+
+def mixup(given: list[Any]) -> dict[str, Any]:
+    """A part of every picture and label comes from the row before, as by Mixup of torchvision."""
+    share = float(np.random.default_rng(int(torch.randint(2**30, ()))).beta(1, 1))
+    pixels = torch.tensor([row["pixels"] for row in given])
+    labels = torch.eye(3)[[row["label"] for row in given]]
+    return {
+        name: share * one + (1 - share) * one.roll(1, 0) for name, one in {"pixels": pixels, "labels": labels}.items()
+    }
+
+
+def pairs_of_labels(given: list[Any]) -> dict[str, Any]:
+    """The label of another row is an entry of its own, in half of the batches."""
+    labels = torch.tensor([row["label"] for row in given])
+    other = labels.flip(0) if random.random() < 0.5 else labels
+    return {"pixels": torch.tensor([row["pixels"] for row in given]), "labels": labels, "others": other}
+
+
+def noise(given: list[Any]) -> dict[str, Any]:
+    pixels = torch.tensor([row["pixels"] for row in given])
+    return {"pixels": pixels + torch.randn(pixels.shape), "labels": torch.tensor([row["label"] for row in given])}
+
+
+def single(given: list[Any]) -> dict[str, Any]:
+    (row,) = given
+    return {"pixels": torch.tensor([row["pixels"]]) + torch.randn(1, 2)}
+
+
+@pytest.mark.parametrize(
+    "collator, named",
+    [(mixup, "`pixels`, `labels` of row 0"), (pairs_of_labels, "`others` of row 0"), (noise, None), (single, None)],
+)
+def test_collators_that_mix_rows_are_refused(collator: Any, named: str | None) -> None:
+    rows = Dataset.from_dict({"pixels": [[1.0, 2.0], [3.0, 5.0], [4.0, 8.0], [0.0, 1.0]], "label": [0, 1, 2, 1]})
+    batches = RowBatches(rows, collator, columns=None, device=CPU, draws=RowDraws())
+    if named is None:
+        assert batches.drawn
+        return
+    with pytest.raises(ValueError, match=rf"mixes rows, such as by Mixup or CutMix: {named} depend.*`data_collator`"):
+        batches.probe()
+
+
+def test_masks_of_tokens_of_one_length_are_no_mixture() -> None:
+    made = words()
+    rows = Dataset.from_dict({"input_ids": [[3 + (row + place) % 15 for place in range(9)] for row in range(6)]})
+    collator = DataCollatorForLanguageModeling(made, mlm_probability=0.4)
+    assert RowBatches(rows, collator, columns=None, device=CPU, draws=RowDraws()).drawn
 
 
 def test_drawing_without_any_effect_counts_as_random() -> None:

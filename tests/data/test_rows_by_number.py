@@ -113,7 +113,7 @@ class UnreadableError(OSError):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of pixels, of which one does something else in whichever process reads it."""
+    """Rows of pixels. One does something else in whichever process reads it."""
 
     fingerprint = "pixels"
 

@@ -189,8 +189,14 @@ def as_rows(kind: str, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"messages": spoken})
 
 
-@pytest.mark.parametrize("kind", ["text", "messages", "prompt and completion", "formatting_func"])
-@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "padding_free"),
+    [
+        pytest.param(kind, free, marks=pytest.mark.slow if free and kind != "messages" else [])
+        for kind in ("text", "messages", "prompt and completion", "formatting_func")
+        for free in (False, True)
+    ],
+)
 def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_path: Path) -> None:
     """Rows that are no tokens yet go through the trainer's own preparation, and score as its evaluation rows do."""
     words = tokenizer()

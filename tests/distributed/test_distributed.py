@@ -84,29 +84,24 @@ def main(directory: Path) -> None:
     """What each process of a real launch does."""
     torch.set_num_threads(1)
     store_jobs.disable_progress_bars()
-    result: dict[str, Any] = {"sizes": run_sizes(directory / "sizes")}
-    if "WORLD_SIZE" in os.environ:
-        result["failing"] = fail_in_one_process(directory / "failing")
-        result["sharded"] = refuse_sharded(directory / "sharded")
-        torch.distributed.destroy_process_group()
-    (directory / f"rank-{os.environ.get('RANK', 'alone')}.json").write_text(json.dumps(result))
+    result: dict[str, Any] = {"sizes": run_sizes(directory / "both")}
+    result["failing"] = fail_in_one_process(directory / "failing")
+    result["sharded"] = refuse_sharded(directory / "sharded")
+    torch.distributed.destroy_process_group()
+    (directory / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def launched(tmp_path_factory: pytest.TempPathFactory, jobs_with_one_thread: None) -> list[dict[str, Any]]:
     """What one process alone, and both of two, found."""
     directory = tmp_path_factory.mktemp("launched")
-    results = []
-    for world in (1, 2):
-        place = directory / str(world)
-        place.mkdir()
-        launch = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command = [sys.executable, *launch, __file__, str(place)]
-        done = subprocess.run(command, timeout=300, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        results += [json.loads(path.read_text()) for path in sorted(place.glob("rank-*.json"))]
-    assert len(results) == 3
-    return results
+    alone = Job(directory / "alone.json", run_sizes, directory / "sizes")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    done = subprocess.run([*command, str(directory)], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    both = [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
+    assert len(both) == 2
+    return [{"sizes": (alone.wait() or {})["value"]}, *both]
 
 
 @pytest.mark.distributed

@@ -312,8 +312,8 @@ def launched(
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launched(tmp_path_factory.mktemp("two"), "first", 2)
+def two(tmp_path_factory: pytest.TempPathFactory, jobs_with_one_thread: None) -> list[dict[str, Any]]:
+    return sharded_jobs.in_group(tmp_path_factory.mktemp("two"), JOBS["first"])
 
 
 def check_same(found: dict[str, Any]) -> None:

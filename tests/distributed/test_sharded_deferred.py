@@ -1,16 +1,12 @@
 """Deferred logits of models that FSDP2 divides: the features of whole models and of whole logits, in all processes."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from sharded_jobs import attributor, blocks, difference, features, made, mesh_of_all, run, sharded
+from sharded_jobs import attributor, blocks, difference, features, in_group, made, mesh_of_all, sharded
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -71,28 +67,11 @@ def every_kind(directory: Path) -> dict[str, Any]:
     return found
 
 
-JOBS = {"every_kind": every_kind}
-
-
-def launched(directory: Path, job: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(
-        [*command, __file__, job, str(directory)], timeout=200, capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
-    return [json.loads((directory / f"rank-{rank}.json").read_text())["value"] for rank in range(2)]
-
-
 def test_features_are_those_of_whole_logits(tmp_path: Path) -> None:
-    found = launched(tmp_path, "every_kind")
+    found = in_group(tmp_path, every_kind)
     for name, one in found[0].items():
         kind = name.split(", ")[1]
         assert one["difference"] <= ROUNDING and one["same bits"], (name, one)
         deferred = sum(rank[name]["deferred"] for rank in found)
         assert (deferred == 0) == (kind == "whole"), (name, one)
         assert kind == "whole" or not one["sharded"], (name, one)
-
-
-if __name__ == "__main__":
-    run(JOBS[sys.argv[1]], Path(sys.argv[2]))

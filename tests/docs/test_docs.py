@@ -25,7 +25,7 @@ from doc_pages import PAGES, ROOT, RUNNABLE, blocks_of, hf_trak_command, name_of
 from hub_server import TOKEN, Hub, client, hub
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding
+from transformers import BertConfig, BertForMaskedLM, DataCollatorWithPadding, Trainer, TrainingArguments
 from vlm_models import conversations, processor_of_words, vlm
 
 from hf_trak import TrakAttributor, TrakConfig
@@ -155,17 +155,10 @@ def test_quickstart(place: Path) -> None:
 
 
 def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(sentences(40), 0)
-    for module in trainer.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    given = {"trainer": trainer, "eval_dataset": sentences(6)}
-    smaller = {
-        'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, ',
-        'TrakConfig(output_dir="run")': 'TrakConfig(output_dir="run", use_cpu=True)',
-    }
+    given = {"trainer": make_trainer(sentences(40), 0), "eval_dataset": sentences(6)}
+    smaller = {'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, '}
     namespace = run_page("docs/which_method.md", given, hf_trak_command, smaller)
-    assert {len(namespace[name]) for name in ("quick", "exact", "best", "listed", "refined", "replayed")} == {6}
+    assert {len(namespace[name]) for name in ("quick", "exact", "best", "listed", "refined")} == {6}
     assert namespace["listed"]["trak_stage"][:] == ["exact"] * 6
     assert namespace["refined"]["trak_stage"][:] == ["refined"] * 6
     printed = capsys.readouterr().out
@@ -173,6 +166,28 @@ def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the rows are not among the first 20" in printed
     assert len(list((place / "trak").glob("experiments/*/exact-*/checkpoint-0/refined-*/refined-*.json"))) == 1
     assert_documented(place / "trak", "trak")
+
+
+def test_replay(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = documents(word_tokenizer(), 20).add_column("source", ["book", "web"] * 10)
+
+    def make(rows: Dataset, seed: int) -> Trainer:
+        torch.manual_seed(0)
+        model = tiny_gpt2()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        arguments = TrainingArguments("retraining", max_steps=4, use_cpu=True, report_to="none", save_strategy="no")
+        return Trainer(model=model, args=arguments, train_dataset=rows)
+
+    given = {"trainer": make(rows, 0), "make_trainer": make, "eval_dataset": rows.select(range(3))}
+    smaller = {'TrakConfig(output_dir="run")': 'TrakConfig(output_dir="run", proj_dim=64, use_cpu=True)'}
+    namespace = run_page("docs/replay.md", given, hf_trak_command, smaller)
+    assert [len(namespace[name]) for name in ("scored", "helpful", "word", "sources", "recipe")] == [3, 1, 3, 3, 3]
+    assert len(namespace["suspects"]) == 20
+    assert len(namespace["check"].dropped) == 1
+    assert "4 steps over" in capsys.readouterr().out
+    assert_documented(place / "run", "trak")
 
 
 def test_concepts(place: Path) -> None:
@@ -473,10 +488,11 @@ def test_trak_script(place: Path) -> None:
         "train_loader": DataLoader(train_set, batch_size=100),
         "test_loader": DataLoader(test_set, batch_size=8),
     }
-    run_page("docs/from_trak.md", namespace, hf_trak_command)
+    run_page("docs/api.md", namespace, hf_trak_command)
     assert namespace["scores"].shape == (1100, 20)
     assert namespace["scores"].isfinite().all()
-    assert len(namespace["scored"]) == 20
+    own = TrakAttributor(namespace["model"], small("trak"), train_set, task="image_classification")
+    assert len(own.featurize(namespace["checkpoints"]).attribute(test_set, top_k=10)) == 20
     for directory, root in (("trak_results", "trak_results"), ("trak", "trak")):
         assert_documented(place / directory, root)
 
@@ -506,7 +522,8 @@ RUN_HERE = {
     "docs/evaluation.md",
     "docs/scaling.md",
     "docs/sharded.md",  # by several processes, in test_sharded.py
-    "docs/from_trak.md",
+    "docs/api.md",
+    "docs/replay.md",
     "docs/command_line.md",
     "docs/curvature.md",
     "docs/projections.md",

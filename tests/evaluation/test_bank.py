@@ -14,6 +14,7 @@ import pytest
 import torch
 from digit_models import DigitNet, digits
 from places import PYTHONPATH
+from store_jobs import Job
 from transformers import Trainer, TrainingArguments
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
@@ -28,6 +29,8 @@ from hf_trak.evaluation import (
 )
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
+
 N, M = 24, 5
 MASKS = random_subsets(N, 6, 0.75)
 
@@ -78,13 +81,11 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, jobs_with_one_thread: None) -> Path:
     """An uninterrupted bank, built by one process."""
-    directory = tmp_path_factory.mktemp("bank") / "whole"
-    process = start(directory)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return directory
+    directory = tmp_path_factory.mktemp("bank")
+    assert Job(directory / "report.json", build, directory / "whole").wait(300) == {"value": None}
+    return directory / "whole"
 
 
 def small(directory: Path, retrain: Callable[[np.ndarray, int], Any] | None = None, repeats: int = 1) -> Bank:

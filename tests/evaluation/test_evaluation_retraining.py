@@ -1,4 +1,4 @@
-"""Retraining on subsets: resumed runs, two processes, and `Trainer`, all of which find what one plain run finds."""
+"""Retraining on subsets: resumed runs, two processes and `Trainer` find what one plain run finds."""
 
 import hashlib
 import json

@@ -126,8 +126,18 @@ def test_equals_a_loop_that_leaves_rows_out_of_the_loss(kind: str, accumulated: 
     assert (expected - plain).abs().max() > 1e-3  # the rows that are left out matter
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
+OPTIONS = [{}, {"label_smoothing_factor": 0.1}, {"gradient_accumulation_steps": 2}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, marks=pytest.mark.slow if options and kind != "bert" else [])
+        for kind in MODELS
+        for options in OPTIONS
+    ],
+    ids=str,
+)
 def test_without_left_out_rows_it_is_the_training_itself(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for masked in (False, True, True):

@@ -422,7 +422,7 @@ def quick_trainings() -> Iterator[None]:
 
 
 def planted() -> tuple[Dataset, Dataset]:
-    """Digits, and targets with wrong labels, for each of which there are copies of two kinds among the rows.
+    """Digits, and targets with wrong labels. Each target has copies of two kinds among the rows.
 
     The first kind has the wrong label, too, and nothing else does that looks like the target. The others look even
     more like it, and have the right label: they speak against the target's label.

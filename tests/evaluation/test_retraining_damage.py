@@ -42,12 +42,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[flo
     return directory, run(directory)
 
 
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of runs need not wait for a disk."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 def expect_no_silence(case: damage.Damage, directory: Path, expected: list[list[float]]) -> str:
     """Run on a damaged directory: the right numbers, or an error with the name of a file that was touched."""
     try:

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import store_jobs
 from store_jobs import Job, Sizes, start_group, wait_for
 
 from hf_trak.data.rows import RowBatches
+from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.store import atomic
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
@@ -350,14 +350,20 @@ def test_an_interrupted_run_says_how_to_go_on(reference: Reference, tmp_path: Pa
 
 def test_somebody_elses_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
     """Clusters' own requeueing installs one."""
-    code = (
-        "import os, signal\nfrom hf_trak.runtime.progress import log_on_interrupt\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('requeued'))\n"
-        "with log_on_interrupt(lambda: 'never'):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('goes on')"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "requeued\ngoes on\n" and result.stderr == ""
+    report = Job(tmp_path / "report.json", interrupted_with_a_handler).wait()
+    assert report == {"value": ["requeued", "goes on"]}
+
+
+def interrupted_with_a_handler() -> list[str]:
+    """What is said in a process with a handler of its own, log included."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    signal.signal(signal.SIGTERM, lambda *_: said.append("requeued"))
+    with log_on_interrupt(lambda: "never"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [*said, "goes on"]
 
 
 # -- two runs on one store -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from trak_options import trak_config
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import GradientEngineError
-from hf_trak.featurize.featurizer import LateChecks
+from hf_trak.featurize.row_features import LateChecks
 
 N, BATCH, SHARD = 48, 8, 16
 

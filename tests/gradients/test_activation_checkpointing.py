@@ -109,9 +109,17 @@ def modes(model: nn.Module) -> list[tuple[str, bool, Any]]:
     return [(n, m.training, m.__dict__.get("_gradient_checkpointing_func")) for n, m in model.named_modules()]
 
 
+FAMILIES = ("gpt2", "llama", "mixtral", "bert", "t5", "vit")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("engine", ["hooked", "iterative"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "bert", "t5", "vit"])
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    [
+        *(("hooked", family) for family in FAMILIES),
+        *(pytest.param("iterative", name, marks=pytest.mark.slow if name != "gpt2" else []) for name in FAMILIES),
+    ],
+)
 def test_gradients_are_those_without_checkpointing(family: str, engine: str, reentrant: bool) -> None:
     """They are the same bits, dropout stays off, and every layer runs twice as often."""
     model, batch = made(family), batch_of(family)

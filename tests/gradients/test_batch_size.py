@@ -78,7 +78,7 @@ def shards(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("engine", ["auto", "hooked", "functional"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("hooked", marks=pytest.mark.slow), "functional"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_batch_size_that_fits_is_found(weights, tmp_path, error, engine):
     """7 → 6 → 5, and then what a run that begins with 5 does."""

@@ -57,7 +57,7 @@ def images(size: int) -> Batch:
 
 
 def counted(labels: Tensor, causal: bool) -> Tensor:
-    """The logits of which positions are in the loss."""
+    """Mark the logits whose positions are in the loss."""
     if not causal:
         return labels != -100
     return torch.cat([labels[:, 1:] != -100, torch.zeros_like(labels[:, :1], dtype=torch.bool)], 1)

@@ -144,7 +144,7 @@ def packed() -> dict[str, Tensor]:
 
 
 def by_document(model: nn.Module, task: BatchedModelOutput, pack: list[dict[str, list[int]]]) -> Tensor:
-    """The gradient of a packed row as the sum of those of its documents, none of which sees another."""
+    """The gradient of a packed row as the sum of those of its documents, which do not see each other."""
     tensors = [torch.tensor([document["input_ids"]]) for document in pack]
     return sum(gradient(model, task, {"input_ids": t, "labels": t}) for t in tensors)  # type: ignore[return-value]
 

@@ -137,8 +137,8 @@ def bound(case: dict, found: dict, deferred: bool) -> int:
     """Bound the memory above the model.
 
     Whole logits and their gradient in the dtype of the model, and slices of the margins; deferred ones take the slices
-    alone. A block of gradients, of which the projection makes a copy if it is not in float32, two more of them. Beside
-    them there are random signs, and the activations of one small layer.
+    alone. Then a block of gradients, and two more for the projection if it is not in float32. Beside them there are
+    random signs, and the activations of one small layer.
     """
     blocks = 1 if case.get("dtype", "float32") == "float32" else 3
     logits = 4 * 4 * deferred_logits.SLICE if deferred else 2 * found["logits"] + 3 * 4 * sliced_margins.SLICE

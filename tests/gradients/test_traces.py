@@ -164,7 +164,7 @@ class OtherLayer(Sequenced):
 
 
 class OtherOrder(Sequenced):
-    """Folds positions and samples into one dimension, with samples behind positions where there are many positions.
+    """Folds positions and samples into one dimension, with samples behind positions if there are many positions.
     All shapes are those of the other order."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class OtherOrder(Sequenced):
 
 
 class OtherUse(Sequenced):
-    """Adds a table of positions, and multiplies by it where there are many."""
+    """Adds a table of positions, and multiplies by it if there are many."""
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.table[: x.shape[1]]

@@ -98,7 +98,7 @@ def test_damaged_saved_datasets_are_named(tmp_path: Path, file: str, content: by
 
 
 def test_cards_of_datasets_are_looked_through(tmp_path: Path) -> None:
-    """`datasets` loads the YAML of a card, of which 400 bytes could take all memory."""
+    """`datasets` loads the YAML of a card: 400 bytes could take all memory."""
     (tmp_path / "a.csv").write_text("a\n1\n")
     lines = ["---", "a: &a [x,x,x,x,x,x,x,x,x]"]
     lines += [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9)]

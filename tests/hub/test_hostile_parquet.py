@@ -59,6 +59,11 @@ def of_one_text() -> pa.Table:
     return pa.table({"a": pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 10_000]))})
 
 
+def of_long_texts() -> pa.Table:
+    indices = pa.repeat(pa.scalar(0, pa.int32()), 2000)
+    return pa.table({"a": pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 8_000_000]))})
+
+
 def of_one_list() -> pa.Table:
     values = pa.repeat(pa.scalar(7, pa.int64()), 1 << 27)
     return pa.table({"a": pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)})
@@ -70,6 +75,8 @@ def of_one_list() -> pa.Table:
     [
         *((bomb, call) for bomb in (of_nothing, of_one_number, of_one_list) for call in CALLS),
         (of_one_text, "one row"),  # which only reading in pieces finds
+        (of_one_text, "scores"),
+        (of_long_texts, "scores"),
     ],
 )
 def test_a_small_file_takes_little_memory(hub: Hub, client: Path, bomb: Callable[[], pa.Table], call: str) -> None:

@@ -145,7 +145,7 @@ def published(hub: Hub, client: Path, tmp_path: Path) -> Path:
 
 
 def over_http(hub: Hub, tmp_path: Path, whole: bool = False) -> Callable[[Path], np.ndarray]:
-    """Publish the files as a new commit, of which only the damaged ones are downloaded."""
+    """Publish the files as a new commit; only the damaged ones are downloaded."""
 
     def result(directory: Path) -> np.ndarray:
         hub.put("dataset", "tester/index", below(directory))
@@ -160,7 +160,9 @@ def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
     return lambda directory: attributed(str(directory), tmp_path / "work")
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(300, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.exhaustive)]
+)
 def test_mutations_of_a_published_index(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """The files are read over HTTP, and for every tenth damage all of `attribute` runs, too."""
     foreign = tmp_path / "other" / "index"
@@ -182,7 +184,9 @@ def drawn(directory: Path, count: int, foreign: Path, seed: int = 0) -> Iterator
 ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"a": {}}, [None] * 3)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(200, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.exhaustive)]
+)
 def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """Values of other types and sizes in the JSON files, with checksums that fit, end in no unexpected error.
 

@@ -225,7 +225,7 @@ def test_damaged_index_is_named(text: str, says: str, tmp_path: Path) -> None:
 
 
 class Quantized(Tensor):
-    """Like weights of torchao: numbers and scales in one tensor, of which few operations are known."""
+    """Like weights of torchao: numbers and scales in one tensor, which knows few operations."""
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> "Quantized":

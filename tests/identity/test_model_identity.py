@@ -3,8 +3,6 @@ something else."""
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -19,6 +17,7 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from store_jobs import Job
 from torch import nn
 
 from hf_trak.identity import config_identity, module_settings
@@ -256,22 +255,14 @@ def test_adapters_come_back_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [["gemma3", "bert", "lora", "own"], pytest.param(list(ALL), marks=pytest.mark.slow, id="all")]
 )
-def test_identities_are_the_same_in_a_new_process(names: list[str]) -> None:
-    """Whatever its hash seed, which decides the order of sets."""
-    code = (
-        "import json, sys\nsys.path.insert(0, 'tests/identity')\nimport test_model_identity as t\n"
-        "print(json.dumps({name: t.stored(t.ALL[name]()[0]) for name in sys.argv[1:]}))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code, *names],
-        env={**os.environ, "PYTHONHASHSEED": "11"},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    ).stdout
-    found = json.loads(output.splitlines()[-1])
-    assert {name: stored(ALL[name]()[0]) for name in names} == found
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_identities_are_the_same_in_a_new_process(names: list[str], tmp_path: Path) -> None:
+    """Whatever its hash seed, which decides the order of sets: jobs have another one."""
+    assert Job(tmp_path / "report.json", identities, names).wait() == {"value": identities(names)}
+
+
+def identities(names: list[str]) -> dict[str, Any]:
+    return {name: stored(ALL[name]()[0]) for name in names}
 
 
 CHANGED: list[tuple[Callable[..., Built], dict[str, Any], list[str]]] = [

@@ -82,7 +82,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def check(run, rows: int, size: int, starts: list[int], between: int = 0, before: int = 0) -> None:
-    """Rotate rows amid NaN, of which none may change."""
+    """Rotate rows amid NaN, which may not change."""
     block, memory = framed(rows, max(starts) + size, between, before)
     signs = drawn_signs(len(starts), size)
     expected = memory.clone()
@@ -102,7 +102,7 @@ def test_torch_operators_do_the_steps_of_the_definition(size_bits):
 
 
 def test_groups_of_rows_do_not_change_a_bit(monkeypatch):
-    """Several groups, of which the last has fewer rows."""
+    """Several groups. The last has fewer rows."""
     monkeypatch.setattr(torch_hadamard, "_CACHED_BYTES", 4 * 256 * 5)
     check(torch_hadamard.rotate_blocks, 33 * torch.get_num_threads(), 256, [0, 100])
     torch_hadamard.rotate_blocks(torch.zeros(0, 8), drawn_signs(1, 8), 8, [0])
@@ -306,7 +306,7 @@ def test_rotations_on_a_gpu_have_the_bits_of_the_cpu(k, monkeypatch):
 
 @gpu
 def test_many_rows_on_a_gpu():
-    """More than 2³² numbers, of which the last row is compared."""
+    """More than 2³² numbers; the last row is compared."""
     rows, size = 2**16 + 1, 2**16
     if torch.cuda.mem_get_info()[0] < 5 * rows * size:
         pytest.skip("needs 22 GB of GPU memory")

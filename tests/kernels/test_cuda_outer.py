@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_trak.errors import KernelError
-from hf_trak.featurize.featurizer import _SamplePerRow
+from hf_trak.featurize.row_features import _SamplePerRow
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.hooked.workspace import OuterBlock, OuterSink
 from hf_trak.gradient_computers.per_sample import function_task

@@ -3,17 +3,22 @@
 import hashlib
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from places import PYTHONPATH
+from store_jobs import Job
 
 from hf_trak.cli.main import main
 from hf_trak.kernels import cache, cpu_sparse
 from hf_trak.store.atomic import leftovers
+
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 needs_compiler = pytest.mark.skipif(cpu_sparse.compiler() is None, reason="no C compiler")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
@@ -23,7 +28,6 @@ PLANTED = """
 __attribute__((constructor)) static void planted(void) { fclose(fopen("%s", "w")); }
 void sjlt_add(void) {}
 """
-LOAD = "from hf_trak.kernels import cpu_sparse; assert (cpu_sparse.compiled('sjlt', False) is not None) == bool({})"
 
 
 @pytest.fixture
@@ -48,10 +52,15 @@ def planted(place: Path, tmp_path: Path) -> Path:
     return path
 
 
+def loaded() -> bool:
+    return cpu_sparse.compiled("sjlt", False) is not None
+
+
 def load(expected: bool) -> None:
     """Load what is in the cache, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", LOAD.format(int(expected))], env=environment, check=True)
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {cache.DIRECTORY_VARIABLE: os.environ[cache.DIRECTORY_VARIABLE]}
+        assert Job(Path(directory) / "report.json", loaded, environment=environment).wait() == {"value": expected}
 
 
 @needs_compiler
@@ -133,12 +142,14 @@ def test_files_are_written_for_one_user_alone(place: Path, monkeypatch: pytest.M
     assert stat.S_IMODE((place / "new" / "a.so").stat().st_mode) == 0o600
 
 
-def test_clean_removes_what_killed_processes_left(place: Path) -> None:
-    code = (
-        "import os, signal; from hf_trak.kernels import cache; "
-        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL); cache.write('a.so', b'content')"
-    )
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
+def killed_write() -> None:
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    cache.write("a.so", b"content")
+
+
+def test_clean_removes_what_killed_processes_left(place: Path, tmp_path: Path) -> None:
+    environment = {cache.DIRECTORY_VARIABLE: str(place)}
+    assert Job(tmp_path / "report.json", killed_write, environment=environment).wait() is None
     (left,) = leftovers(place)
     assert left.removable
     assert main(["inspect", str(place), "--clean", "--json"]) == 0

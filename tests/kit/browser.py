@@ -1,6 +1,6 @@
 """A headless Chromium for the tests, driven through its DevTools protocol over a pipe: no driver, no port.
 
-python tests/kit/browser.py --install      installs the distribution's Chromium where there is none
+python tests/kit/browser.py --install      installs the distribution's Chromium if it is missing
 """
 
 import base64

@@ -26,7 +26,7 @@ extern "C" int run(const unsigned* grid, size_t threads, size_t shared_bytes, un
 
 
 def compiler() -> str | None:
-    """The C++ compiler, or `None` where there is none."""
+    """The C++ compiler, or `None`."""
     return shutil.which("g++")
 
 

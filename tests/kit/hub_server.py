@@ -381,7 +381,7 @@ def file_entry(path: str, data: bytes) -> dict[str, Any]:
 def hub() -> Iterator[Hub]:
     """Start a Hub without repos."""
     server = Hub()
-    thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield server
     server.server.shutdown()

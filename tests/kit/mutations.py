@@ -24,7 +24,7 @@ def mutations(directory: Path, seed: int, foreign: Path | None = None) -> Iterat
     Args:
         directory: an intact one.
         seed: of the draws.
-        foreign: a directory of the same layout from another run, files of which take the place of these.
+        foreign: a directory of the same layout from another run, whose files take the place of these.
     """
     rng = random.Random(seed)
     files = files_below(directory)

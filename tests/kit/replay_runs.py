@@ -18,6 +18,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation.trainer_retraining import model_outputs
 from hf_trak.methods import Replay
+from hf_trak.trajectory import sweep
 
 ROWS, TARGETS, WORDS, LENGTH = 10, 3, 17, 6
 
@@ -33,12 +34,13 @@ def sentences(count: int, seed: int, cut: bool = False) -> Dataset:
 TRAIN, EVAL = sentences(ROWS, 0, cut=True), sentences(TARGETS, 1)
 
 
-def tiny(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
-    """A GPT-2 of about 1,000 parameters without dropout."""
+def tiny(dtype: torch.dtype = torch.float64, dropout: float = 0.0, attention: str = "sdpa") -> GPT2LMHeadModel:
+    """A GPT-2 of about 1,000 parameters, by default without dropout."""
     torch.manual_seed(1)
     config = GPT2Config(
-        n_layer=1, n_head=2, n_embd=8, vocab_size=WORDS, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
+        n_layer=1, n_head=2, n_embd=8, vocab_size=WORDS, n_positions=8, attn_implementation=attention,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
     return GPT2LMHeadModel(config).to(dtype)
 
 
@@ -54,21 +56,26 @@ class RowWeights:
 
     def __call__(self, logits, labels, vocab_size=None, num_items_in_batch=None, **options):
         losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
-        weights = [self.of.get(self._rows.get(tuple(row), -1), 1.0) for row in labels.tolist()]
         count = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-        return (losses.sum(1) * torch.tensor(weights, dtype=losses.dtype)).sum() / count
+        return (losses.sum(1) * self.factors(labels)).sum() / count
+
+    def factors(self, labels: torch.Tensor) -> torch.Tensor:
+        """The weight of each row of a batch, `(B,)`."""
+        found = [self.of.get(self._rows.get(tuple(row), -1), 1.0) for row in labels.tolist()]
+        return torch.tensor(found, dtype=torch.float64)
 
 
 def trainer(directory: Path, model: Any = None, rows: Any = TRAIN, **options: Any) -> Trainer:
-    """A trainer of 9 steps of two batches of two rows, of which the last of an epoch is one."""
+    """A trainer of 9 steps of two batches of two rows. The last batch of an epoch has one row."""
     defaults: dict[str, Any] = {
         "num_train_epochs": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3,
         "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True, "save_strategy": "no",
         "report_to": [], "disable_tqdm": True, "logging_strategy": "no",
     }  # fmt: skip
-    callbacks = options.pop("callbacks", [])
+    callbacks, kind = options.pop("callbacks", []), options.pop("kind", Trainer)
+    collator = options.pop("data_collator", None)
     arguments = TrainingArguments(str(directory / "out"), **{**defaults, **options})
-    return Trainer(tiny() if model is None else model, arguments, train_dataset=rows, callbacks=callbacks)
+    return kind(tiny() if model is None else model, arguments, collator, rows, callbacks=callbacks)
 
 
 def config(directory: Path, **options: Any) -> TrakConfig:
@@ -96,6 +103,19 @@ def replayed(run: Trainer, directory: Path, method: Replay, eval_dataset: Any = 
 def outputs(model: Any) -> torch.Tensor:
     """f of every target, `(m,)`."""
     return torch.from_numpy(model_outputs(model, EVAL, batch_size=1))
+
+
+def differences(weights: RowWeights, train: Callable[[], torch.Tensor], step: float = 1e-6) -> torch.Tensor:
+    """Central differences of the outputs after a training by the weight of each row, `(m, n)`."""
+    columns = []
+    for row in range(ROWS):
+        sides = []
+        for sign in (1, -1):
+            weights.of = {row: 1 + sign * step}
+            sides.append(train())
+        columns.append((sides[0] - sides[1]) / (2 * step))
+    weights.of = {}
+    return torch.stack(columns, 1)
 
 
 def record_files(directory: Path) -> dict[str, str]:
@@ -126,7 +146,7 @@ def killed_at_file(number: int, after: bool) -> None:
 def train_and_die(directory: Path, number: int, after: bool) -> None:
     """Train with a record and checkpoints every two steps, up to a kill."""
     killed_at_file(number, after)
-    recorded(directory, save_strategy="steps", save_steps=2)
+    recorded(directory, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
 
 
 def replay_and_die(directory: Path, number: int, after: bool) -> None:
@@ -136,8 +156,9 @@ def replay_and_die(directory: Path, number: int, after: bool) -> None:
 
 
 def replay_saved(directory: Path) -> Any:
-    """Replay a run of another process, of which the last weights are saved."""
-    model = tiny()
+    """Replay a run of another process, which saved its last weights, in parts of a few steps."""
+    sweep.KEPT_BYTES = 0
+    model = tiny(dropout=0.1)
     model.load_state_dict(torch.load(directory / "last.pt", weights_only=True))
     return replayed(trainer(directory, model), directory, Replay(of="run", hessian_share=0.5))
 
@@ -157,7 +178,7 @@ def watched(model: Any) -> list[list[int]]:
 
 def train_in_group(directory: str, across: bool) -> list[list[int]]:
     """Train in one of several processes, and return the batches of this one."""
-    model = tiny()
+    model = tiny(dropout=0.1)
     seen = watched(model)
     run = recorded(
         Path(directory), model, average_tokens_across_devices=across, per_device_train_batch_size=1, max_grad_norm=0.0

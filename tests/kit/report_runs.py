@@ -167,7 +167,7 @@ def _child(work: Callable[[], None]) -> Iterator[int]:
 
 
 def kill_at_steps(prepare: str, number: int, stride: int, directory: str) -> int:
-    """Make directories `directory/<step>`, in each of which a save was killed at that step.
+    """Make directories `directory/<step>`: in each, a save was killed at that step.
 
     The steps are every `stride`-th one and all near the one that puts `run/` into its place. In one more directory,
     the save was not killed.

@@ -94,7 +94,7 @@ def random_walk_bound(
     A sum in blocks of b terms, whose n / b results are added in turn, has the bound of b + n / b terms.
 
     Args:
-        terms: n, the number of terms of one sum, none of which outweighs all others.
+        terms: n, the number of terms of one sum. None outweighs all others.
         norm: ‖x‖₂ of the terms of each sum.
         sums: how many sums must all be within their bounds, with a probability of 1 − `failure`.
         computations: c, 2 if both sides of a comparison are rounded.

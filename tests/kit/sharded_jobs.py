@@ -1,5 +1,6 @@
-"""Runs of sharded models, each process of a `torchrun` group calls `main`: features, scores and errors as JSON."""
+"""Runs of sharded models, each process of a group calls `run`: features, scores and errors as JSON."""
 
+import json
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, disable_progress_bars
+from store_jobs import start_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -135,8 +137,6 @@ def difference(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 def run(job: Callable[[Path], Any], directory: Path) -> None:
     """Call a job in this process, and write what it returned; the group is given up at the end."""
-    import json
-
     torch.set_num_threads(1)
     disable_progress_bars()
     rank = os.environ.get("RANK", "alone")
@@ -149,6 +149,16 @@ def run(job: Callable[[Path], Any], directory: Path) -> None:
     if torch.distributed.is_initialized() and "value" in result:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def in_group(directory: Path, job: Callable[[Path], Any]) -> list[Any]:
+    """What both of two processes found that are forked: launched ones would import everything again."""
+    group = start_group(directory, 2, run, job, directory, timeout=120)
+    for one in group:
+        one.wait(300)
+    found = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert all("value" in one for one in found), found
+    return [one["value"] for one in found]
 
 
 def tensor_parallel(name: str, directory: Path, fsdp_size: int) -> nn.Module:

@@ -17,6 +17,6 @@ def trak_config(*args: Any, **options: Any) -> TrakConfig:
 
 
 def relative_ridge(attributor: TrakAttributor, lam: float, model_id: int = 0) -> float:
-    """Return the `lambda_relative` with which the ridge of a featurized attributor is `lam`."""
+    """Return the `lambda_relative` that makes `lam` the ridge of a featurized attributor."""
     features = torch.cat([shard.grads.double() for shard in attributor.features.store.train(model_id)])
     return lam * min(features.shape) / float(features.square().sum())

@@ -198,8 +198,8 @@ def test_matrices_of_other_seeds_models_and_positions_are_unrelated(name):
                 flat.append(out.flatten() / out.norm())
     matrices = torch.stack(flat)
     correlations = matrices @ matrices.T - torch.eye(len(flat))
-    # 780 pairs of unit vectors. Dense: 4096 entries each, standard deviation 1/64. Sparse: 64 nonzeros each, of which
-    # one is expected to meet another, each meeting worth 1/64.
+    # 780 pairs of unit vectors. Dense: 4096 entries each, standard deviation 1/64. Sparse: 64 nonzeros each;
+    # one of them is expected to meet another, each meeting worth 1/64.
     assert float(correlations.abs().max()) < 6 / 64
 
 

@@ -46,7 +46,7 @@ def test_a_tiny_run_on_text_and_the_same_command_again(recipe, tmp_path):
     arguments = [*SMALL, "--output_dir", str(out), "--text", str(text), "--targets", "1", "--checkpointing"]
     recipe.main(arguments)
     before = {name: path.stat().st_mtime_ns for name, path in shards(out).items()}
-    assert len(before) == 4  # 258 bytes are 16 rows of 16 tokens, of which 15 are training rows
+    assert len(before) == 4  # 258 bytes are 16 rows of 16 tokens: 15 training rows
     recipe.main(arguments)
     assert {name: path.stat().st_mtime_ns for name, path in shards(out).items()} == before
     scored, train = load_from_disk(str(out / "scored")), load_from_disk(str(out / "train"))

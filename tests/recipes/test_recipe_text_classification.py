@@ -1,13 +1,15 @@
 """The text classification recipe: its arguments, its data, and one small run from command line to summary."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from kit.python_text import PACKAGES, docstrings, python_packages
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported
 
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
@@ -35,9 +37,16 @@ def parse(recipe):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, recipe):
     out = tmp_path_factory.mktemp("run") / "out"
-    return out, run_script(RECIPE, out, *SMALL)
+    return out, printed_by(recipe, out)
+
+
+def printed_by(recipe, out):
+    """Run the recipe in this process; that of images runs as a script."""
+    with redirect_stdout(io.StringIO()) as printed:
+        recipe.main(["--output_dir", str(out), *SMALL])
+    return printed.getvalue()
 
 
 def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
@@ -61,12 +70,12 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     assert f"accuracy {summary['accuracy']:.1%}" in printed
 
 
-def test_the_same_run_again_computes_nothing(finished):
+def test_the_same_run_again_computes_nothing(finished, recipe):
     out, _ = finished
     files = sorted(path for part in ("trak", "model") for path in (out / part).rglob("*.safetensors"))
     before = [path.stat().st_mtime_ns for path in files]
     assert len(files) > 4
-    again = run_script(RECIPE, out, *SMALL)
+    again = printed_by(recipe, out)
     assert [path.stat().st_mtime_ns for path in files] == before
     assert "train_runtime" not in again
 

@@ -431,5 +431,5 @@ def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor)
     assert not [tag for tag, _ in inner.tags if tag == "script"]
     assert HOSTILE[2] in inner.text and "Target 2" in inner.text and "All 50 scores" in inner.text
     assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown)
-    with pytest.raises(IndexError, match=r"no target 4. Expected 0 … 3"):
+    with pytest.raises(ValueError, match=r"`target` is 4. Expected the number of one of 4 targets"):
         show_target(attributor.features, scored, 4)

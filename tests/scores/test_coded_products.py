@@ -44,7 +44,7 @@ def encoded(rows: int, bits: int, k: int, seed: int = 0) -> CodedRows:
 
 
 def drawn_targets(m: int, k: int, seed: int = 1) -> Tensor:
-    """Targets of different lengths, the last of which is zero if there are several."""
+    """Targets of different lengths. The last of several is zero."""
     targets = drawn(m, k, seed=seed) * torch.logspace(-4, 4, m).unsqueeze(1)
     targets[m - 1] *= m == 1
     return targets

@@ -77,7 +77,7 @@ def test_the_first_columns_are_a_store_of_their_own(attributor):
 @pytest.mark.parametrize("world", [1, 2, 3, 9])
 @pytest.mark.parametrize("together", [1, 4, 1000])
 def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
-    """By any number of processes, from shards of unequal sizes of which some have no candidate."""
+    """By any number of processes, from shards of unequal sizes, some without a candidate."""
     monkeypatch.setattr(first_pass, "_ROWS", together)
     plan = RevisedPlan(100, 40, (0, 7, 8, 48, 60, 61, 100))
     rows = torch.tensor([0, 6, 8, 9, 30, 47, 60, 61, 62, 99])

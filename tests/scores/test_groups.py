@@ -49,7 +49,7 @@ def test_a_result_of_groups_is_shown_and_says_how_it_was_computed(attributor, ta
     facts = last_result(attributor).facts(attributor.features)
     assert facts["projection"] == "none: exact scores, ekfac" and facts["ridge"] == "damping 0.1 relative"
     assert "helped most: row" in str(attributor.show(9))
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=r"`target` is 10. Expected"):
         attributor.show(10)  # as many groups as labels
 
 

@@ -55,7 +55,7 @@ def test_sums_in_any_order_keep_within_their_bound(order, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("n", [2, 10, 500])
 def test_an_adversarial_sum_reaches_the_bound(n: int) -> None:
-    """1 and then terms just below u, each of which is lost whole: half of γ_{n−1} Σ|x_i| would not be enough."""
+    """1 and then terms just below u, each lost whole: half of γ_{n−1} Σ|x_i| would not be enough."""
     u = unit_roundoff()
     terms = torch.full((n,), u * (1 - u))
     terms[0] = 1.0

@@ -161,7 +161,7 @@ def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
 
 
 def test_the_setting_reaches_the_scores(tmp_path: Path) -> None:
-    """The same scores from every exact solver, each of which keeps its own file and its own results."""
+    """The same scores from every exact solver. Each keeps its own file and its own results."""
     found = {}
     networks = store_jobs.models(1)
     for solver in ("auto", "dual", "low_rank"):

@@ -127,7 +127,7 @@ def test_primal_and_dual_agree(tmp_path: Path, shape: tuple[int, int], spectrum:
         expected = (x @ exact(store, system.lam) * x).sum(1)
         assert float((system.quadratic(x) / expected - 1).abs().max()) < 1e-8
         assert float((system.training_quadratic(range(len(store.train(0)))) / expected - 1).abs().max()) < 1e-8
-        # in float32, of which each has its own rounding
+        # in float32, each with its own rounding
         found, same = other.self_influence([0]), primal.self_influence([0])
         torch.testing.assert_close(found, same, rtol=4 * 2.0**-24, atol=0.0)
 

@@ -8,7 +8,7 @@ import torch
 from rounding import gamma
 from torch import Tensor
 
-from hf_trak.kernels.torch_hadamard import hadamard_rows
+from hf_trak.kernels.torch_hadamard import HadamardTransform
 from hf_trak.store import codes_reference as reference
 from hf_trak.store.codes import (
     BITS,
@@ -61,7 +61,7 @@ def test_the_transform_is_that_of_sylvester(k):
     rows[0, :64] = drawn(min(k, 64), seed=k)
     expected = matrix.double() @ rows[0, : matrix.shape[1]].double()
     bound = gamma(max(1, k.bit_length() - 1)) * rows.abs().sum().double()
-    assert (hadamard_rows(rows.clone())[0].double() - expected).abs().max() <= bound
+    assert (HadamardTransform(1, k, rows.device)(rows.clone())[0].double() - expected).abs().max() <= bound
 
 
 @pytest.mark.parametrize("k", [64, 100, 4096, 5000])

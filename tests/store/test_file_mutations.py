@@ -152,9 +152,9 @@ class Kind:
 
 
 KINDS = {
-    "curvature": Kind(make_curvature, read_curvature, 600),
-    "search": Kind(make_search, read_search, 400),
-    "bank": Kind(make_bank, read_bank, 500),
+    "curvature": Kind(make_curvature, read_curvature, 800),
+    "search": Kind(make_search, read_search, 500),
+    "bank": Kind(make_bank, read_bank, 200),
     "rows": Kind(lambda directory, seed: read_rows(directory, seed), read_rows, 200, mends=True),
     "shortlist": Kind(make_shortlist, read_shortlist, 300),
 }

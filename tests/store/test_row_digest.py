@@ -4,9 +4,6 @@ import datetime
 import decimal
 import enum
 import math
-import os
-import subprocess
-import sys
 import uuid
 from collections import OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from datasets import Array2D, Audio, ClassLabel, Dataset, Features, Image, List,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as PILImage
+from store_jobs import Job
 
 from hf_trak.data import rows as data
 from hf_trak.identity.row_digest import (
@@ -242,24 +240,15 @@ def test_open_files_meta_tensors_and_values_that_contain_themselves_are_refused(
         digest_of(chained)
 
 
-def test_digests_are_the_same_in_every_process() -> None:
-    """Whatever the hash seed of the process, which decides the order of sets."""
-    code = (
-        "import xxhash, sys\nsys.path.insert(0, 'tests/store')\n"
-        "import test_row_digest as t\n"
-        "values = (set('abcdefg'), {'b': 1, 'a': {2, 3}}, t.Plain(x={'u', 'v'}), t.Colour.RED)\n"
-        "print(*map(t.digest_of, values))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "123"},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    ).stdout
+def digests_of_sets() -> list[str]:
     values = (set("abcdefg"), {"b": 1, "a": {2, 3}}, Plain(x={"u", "v"}), Colour.RED)
-    assert output.split() == [digest_of(value) for value in values]
+    return [digest_of(value) for value in values]
+
+
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_digests_are_the_same_in_every_process(tmp_path: Path) -> None:
+    """Whatever the hash seed of the process, which decides the order of sets: jobs have another one."""
+    assert Job(tmp_path / "report.json", digests_of_sets).wait() == {"value": digests_of_sets()}
 
 
 def test_tv_tensors_carry_their_format() -> None:

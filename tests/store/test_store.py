@@ -5,15 +5,13 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from store_jobs import Job, wait_for
 
 from hf_trak.errors import (
     CheckpointMismatchError,
@@ -22,11 +20,13 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.store.atomic import atomic_directory, create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import _create_temporary, atomic_directory, create_bytes, remove_stale_temporaries, safe_name
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore
+
+pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"train_size": 10, "proj_dim": 4, "feature_dtype": "float32", "shard_size": 4, "hf_trak_version": "0.1.0"}
@@ -82,21 +82,23 @@ def test_round_trip(tmp_path, name):
     assert [(s.start, s.stop) for s in shards] == [(0, 4), (4, 8), (8, 10)]
 
 
+def whole_store(directory: Path) -> int:
+    """Write a store with everything, and return a number that differs with the hash seed of the process."""
+    store = make_store(directory)
+    fill(store.train(0))
+    fill(store.targets("e", 0, 3, "d"))
+    store.write_gram(0, torch.eye(4), 10)
+    return hash("seed")
+
+
 def test_same_content_gives_the_same_bytes_in_every_process(tmp_path):
     """safetensors writes several metadata keys in random order; a shard has one, so its bytes are reproducible."""
-    script = (
-        "import sys, pathlib, tests.store.test_store as t\n"
-        "s = t.make_store(pathlib.Path(sys.argv[1])); t.fill(s.train(0)); t.fill(s.targets('e', 0, 3, 'd'))\n"
-        "s.write_gram(0, __import__('torch').eye(4), 10)\n"
-    )
-    found = []
-    for run in range(2):
-        directory = tmp_path / str(run)
-        environment = {**os.environ, "PYTHONHASHSEED": str(run + 1), "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", script, str(directory)], check=True, env=environment)
-        found.append(digests(directory))
-    assert found[0] == found[1]
-    assert sum(name.endswith(".safetensors") for name in found[0]) == 5
+    report = Job(tmp_path / "report.json", whole_store, tmp_path / "there").wait()
+    seed = whole_store(tmp_path / "here")
+    assert report["value"] != seed or "PYTHONHASHSEED" in os.environ
+    found = digests(tmp_path / "here")
+    assert found == digests(tmp_path / "there")
+    assert sum(name.endswith(".safetensors") for name in found) == 5
 
 
 def test_rewriting_a_shard_changes_nothing(tmp_path):
@@ -369,59 +371,54 @@ def test_slices_are_read_from_the_mapped_file(tmp_path):
     store = make_store(tmp_path, train_size=4096, shard_size=4096, proj_dim=2048)  # 32 MiB
     shards = store.train(0)
     shards.write(0, torch.ones(4096, 2048), torch.ones(4096))
-    script = (
-        "import sys\nfrom hf_trak.store.store import FeatureStore\n"
-        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-        "shards = FeatureStore.load(sys.argv[1]).train(0)\n"
-        "before = resident()\n"
-        "grads = shards.read(0, verify=False).grads\n"
-        "assert grads[100:110].sum() == 20480\n"
-        "print(resident() - before)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], check=True, env=environment, capture_output=True, text=True
-    )
-    assert int(result.stdout) < 16 * 2**20
+    assert Job(tmp_path / "report.json", memory_of_ten_rows, tmp_path).wait()["value"] < 16 * 2**20
+
+
+def memory_of_ten_rows(directory: Path) -> int:
+    """Bytes of memory that come with a shard of which ten rows are used."""
+    before = resident()
+    shards = FeatureStore.load(directory).train(0)
+    grads = shards.read(0, verify=False).grads
+    assert grads[100:110].sum() == 20480
+    return resident() - before
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def created(directory: Path, name: str) -> list[int]:
+    """The files that this process was the first to create."""
+    return [i for i in range(200) if create_bytes(directory / str(i), (name * 5000).encode())]
 
 
 def test_creation_has_one_winner(tmp_path):
-    script = (
-        "import sys, pathlib\nfrom hf_trak.store.atomic import create_bytes\n"
-        "for i in range(200):\n"
-        "    if create_bytes(pathlib.Path(sys.argv[1]) / str(i), (sys.argv[2] * 5000).encode()): print(i)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    running = [subprocess.Popen([*command, name], env=environment, stdout=subprocess.PIPE, text=True) for name in "ab"]
-    winners = [set(map(int, process.communicate()[0].split())) for process in running]
-    assert [process.returncode for process in running] == [0, 0]
+    place = tmp_path / "files"
+    place.mkdir()
+    running = [Job(tmp_path / f"{name}.json", created, place, name) for name in "ab"]
+    winners = [set(job.wait()["value"]) for job in running]
     assert winners[0].isdisjoint(winners[1]) and winners[0] | winners[1] == set(range(200))
     for i in range(200):
-        assert (tmp_path / str(i)).read_text() == ("a" if i in winners[0] else "b") * 5000
-    assert len(list(tmp_path.iterdir())) == 200
-    assert not create_bytes(tmp_path / "0", b"later")
+        assert (place / str(i)).read_text() == ("a" if i in winners[0] else "b") * 5000
+    assert len(list(place.iterdir())) == 200
+    assert not create_bytes(place / "0", b"later")
+
+
+def fill_many(directory: Path) -> None:
+    fill(make_store(directory, train_size=400, shard_size=2, proj_dim=512).train(0))
+
+
+def temporary_in(directory: Path) -> str:
+    return str(_create_temporary(directory))
 
 
 def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
     """SIGKILL at a random moment: the second run ends with the bytes of an uninterrupted one."""
-    script = (
-        "import sys, pathlib, torch, tests.store.test_store as t\n"
-        "s = t.make_store(pathlib.Path(sys.argv[1]), train_size=400, shard_size=2, proj_dim=512).train(0)\n"
-        "print('ready', flush=True)\n"
-        "t.fill(s)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(killed)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    while len(list(killed.glob("checkpoint-0/train-*"))) < 20:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    job = Job(tmp_path / "report.json", fill_many, killed)
+    wait_for(lambda: len(list(killed.glob("checkpoint-0/train-*"))) >= 20)
+    job.kill()
+    assert job.wait() is None and job.process.exitcode == -signal.SIGKILL
     shards = FeatureStore.load(killed).train(0)
     missing = shards.unwritten()
     assert 0 < len(missing) <= 180
@@ -437,20 +434,9 @@ def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
 def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
     store = make_store(tmp_path)
     directory = store.checkpoint_dir(0)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import pathlib, sys\nfrom hf_trak.store.atomic import _create_temporary\n"
-            "print(_create_temporary(pathlib.Path(sys.argv[1])))",
-            str(directory),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    dead = Path(process.communicate()[0].strip())
-    alive = directory / dead.name.replace(str(process.pid), str(os.getpid()))
+    job = Job(tmp_path / "report.json", temporary_in, directory)
+    dead = Path(job.wait()["value"])
+    alive = directory / dead.name.replace(str(job.process.pid), str(os.getpid()))
     elsewhere = directory / dead.name.replace("tmp-", "tmp-another-host-")
     for path in (dead, alive, elsewhere):
         path.write_bytes(b"half")

@@ -98,11 +98,12 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return mine, other
 
 
-def test_two_thousand_mutations_of_a_store(stores: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_mutations_of_a_store(stores: tuple[Path, Path], tmp_path: Path, count: int) -> None:
     mine, other = stores
-    drawn = itertools.islice(mutations(mine, seed=0, foreign=other), 2000)
+    drawn = itertools.islice(mutations(mine, seed=0, foreign=other), count)
     seen = check(mine, tmp_path, drawn, scores_of, scores_of(mine))
-    assert seen["refused"] > 1000  # damage to files that these scores need, which is most of them
+    assert seen["refused"] > count / 2  # damage to files that these scores need, which is most of them
 
 
 @pytest.mark.exhaustive

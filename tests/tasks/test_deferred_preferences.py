@@ -20,7 +20,7 @@ TASKS = [name for name in CASES if not name.startswith("reward")]  # a reward is
 
 @pytest.fixture
 def positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slices of a few words, and logits of any size deferred; the positions of which margins are taken."""
+    """Slices of a few words, and logits of any size deferred; the positions whose margins are taken."""
     monkeypatch.setattr(deferred_logits, "SLICE", 40)
     monkeypatch.setattr(deferred_logits, "LEAST_SLICE", 5)
     monkeypatch.setattr(deferred_logits, "DEFERRED_FROM", 0)

@@ -141,6 +141,7 @@ def test_two_runs_have_the_same_bits_and_other_seeds_others(tmp_path: Path) -> N
     assert not torch.allclose(features(attributor(tmp_path / "d", rows, seed=1).featurize()), first, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_cosine_of_two_seeds_rises_with_draws_as_theory_says(tmp_path: Path) -> None:
     """cos ≈ |μ|² / (|μ|² + σ²/D), μ and σ² being mean and variance over draws."""
     rows, model = images(4), Denoiser()

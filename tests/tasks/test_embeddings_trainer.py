@@ -100,7 +100,7 @@ def test_ranking_loss(tmp_path, symmetric):
     expected = features_by_autograd(own)
     features = torch.cat([shard.grads for shard in own.features.store.train(0)])
     assert ((features - expected).norm(dim=1) < 1e-5 * expected.norm(dim=1)).all()
-    # Four rows, all of which are simulated: with the weight of a batch taken off, the loss of that batch.
+    # Four rows, all simulated: with the weight of a batch taken off, the loss of that batch.
     own.task.batch_size = None
     inputs = [{k: v for k, v in model.preprocess(column).items() if k != "modality"} for column in
               columns(4, "anchor", "positive", "negative").values()]  # fmt: skip

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Span, TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError
 from hf_trak.modelout_functions import GaussNewtonModelOutput, TrainerLossModelOutput
 from hf_trak.modelout_functions.draws import Draws
@@ -287,6 +287,24 @@ def test_a_trainer_that_changes_its_batches_is_named(tmp_path: Path, caplog: pyt
     assert "GKDTrainer also changes batches before `compute_loss`" in caplog.text
 
 
+class OnPolicy(hf.Trainer):
+    """A trainer whose batches are answers of the model, such as `DistillationTrainer`."""
+
+    def _prepare_inputs(self, inputs: list[Any]) -> Any:
+        return self.data_collator.of(self.model.generate(inputs))
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return model(input_ids=inputs["completion_ids"]).logits.mean()
+
+
+def test_answers_that_no_row_holds_are_refused(tmp_path: Path) -> None:
+    trainer = made(tmp_path, OnPolicy, gpt2(), rows(), lambda given: given)
+    with pytest.raises(
+        ValueError, match=r"`OnPolicy.compute_loss` takes what `_prepare_inputs` makes, such as answers"
+    ):
+        TrakAttributor.from_trainer(trainer, config(tmp_path))
+
+
 def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     trainer = CASES["weighted"](tmp_path)
     trainer._set_signature_columns_if_needed()
@@ -332,11 +350,47 @@ def test_targets_have_the_task_of_the_model(tmp_path: Path) -> None:
     taken = torch.autograd.grad(margin, list(trainer.model.parameters()))
     target = torch.cat([one.flatten() for one in taken])
     scored = own.attribute(trainer.train_dataset.select([1]), top_k=ROWS, method="index")
+    check_scores(own, found, target, scored)
+
+
+def check_scores(own: TrakAttributor, found: Tensor, target: Tensor, scored: Dataset) -> None:
+    """Compare the scores of a target with those of its gradient."""
     gram = found.T.double() @ found.double()
     ridge = own.args.lambda_relative * float(gram.trace()) / min(found.shape)
     expected = found.double() @ torch.linalg.solve(gram + ridge * torch.eye(len(gram)).double(), target.double())
     order = scored[0]["trak_indices"]
     torch.testing.assert_close(torch.tensor(scored[0]["trak_scores"]), expected[order].float(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", [None, "loss"])
+def test_parts_of_targets_and_their_tokens(tmp_path: Path, task: Any) -> None:
+    """The margins of two labels in the middle, against plain autograd; and all labels one by one."""
+    trainer = CASES["smoothed language model"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path), task=task)
+    found, chosen = features(own), trainer.train_dataset.select([1])
+    ids = torch.tensor(chosen[0]["input_ids"])
+    logits = trainer.model(input_ids=ids[None]).logits[0, :-1]
+    logs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+    margins = logs - torch.log1p(-logs.exp())
+    taken = torch.autograd.grad(margins[1] + margins[2], list(trainer.model.parameters()))
+    scored = own.attribute(chosen, top_k=ROWS, part=Span(tokens=(2, 4)))
+    check_scores(own, found, torch.cat([one.flatten() for one in taken]), scored)
+    whole = own.attribute(chosen, top_k=ROWS, per_token=True)[0]
+    assert whole["trak_token_positions"] == list(range(1, len(ids)))
+    parts = torch.tensor(whole["trak_token_scores"])
+    torch.testing.assert_close(parts.sum(1), torch.tensor(whole["trak_scores"]), rtol=1e-4, atol=1e-7)
+
+
+def test_a_target_of_one_number_has_no_parts(tmp_path: Path) -> None:
+    trainer = CASES["two calls"](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path)).featurize()
+    chosen = trainer.train_dataset.select([1])
+    with pytest.raises(TypeError, match=r"TrainerLossModelOutput. Expected .*several labels per target. Leave `part`"):
+        own.attribute(chosen, part=Span(tokens=(0, 1)))
+    with pytest.raises(
+        TypeError, match=r"which has one number per target\. .* Leave `per_token` out, or pass `task=`"
+    ):
+        own.attribute(chosen, per_token=True)
 
 
 @pytest.mark.parametrize("task", [None, "loss"])

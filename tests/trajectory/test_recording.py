@@ -57,11 +57,16 @@ def test_rows_are_those_of_the_batches(tmp_path: Path, options: dict[str, Any]) 
     assert [list(batch.rows) for step in steps for batch in step.batches] == seen
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}], ids=["plain", "bf16", "own"]
+)
+def test_training_does_not_notice(tmp_path: Path, options: dict[str, Any]) -> None:
     alone, beside = Seen(), Seen()
-    run = trainer(tmp_path / "a", callbacks=[alone], logging_strategy="steps", logging_steps=1)
+    options |= {"logging_strategy": "steps", "logging_steps": 1}
+    dtype = torch.float32 if "bf16" in options else torch.float64
+    run = trainer(tmp_path / "a", tiny(dtype, dropout=0.1), callbacks=[alone], **options)
     run.train()
-    other = recorded(tmp_path / "b", callbacks=[beside], logging_strategy="steps", logging_steps=1)
+    other = recorded(tmp_path / "b", tiny(dtype, dropout=0.1), callbacks=[beside], **options)
     assert len(alone.weights) == 9
     assert all(torch.equal(a, b) for a, b in zip(alone.weights, beside.weights, strict=True))
     losses = [[entry.get("loss") for entry in one.state.log_history] for one in (run, other)]
@@ -84,11 +89,18 @@ def test_states_rates_and_norms(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-2 * (9 - step) / 9 for step in range(9)])
 
 
-@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 5, 8))])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed, with checkpoints."""
+    directory = tmp_path_factory.mktemp("whole")
+    recorded(directory, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
+    return directory
+
+
+@pytest.mark.parametrize("number", [pytest.param(i, marks=[] if i == 3 else pytest.mark.slow) for i in range(1, 11)])
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int, after: bool) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    recorded(whole, save_strategy="steps", save_steps=2)
+def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path, number: int, after: bool) -> None:
+    killed = tmp_path / "killed"
     assert in_process(train_and_die, killed, number, after) < 0
     place = killed / "trak" / "trajectory" / "run"
     assert all(one.state in ("intact", "leftover") for one in verify_record(place))
@@ -96,7 +108,7 @@ def test_killed_and_resumed_runs_have_the_same_bytes(tmp_path: Path, number: int
         shutil.rmtree(place)  # nothing to resume from
     for left in place.glob(".hf_trak-tmp-*") if place.is_dir() else ():
         left.unlink()
-    recorded(killed, save_strategy="steps", save_steps=2)
+    recorded(killed, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
     assert record_files(killed) == record_files(whole)
 
 
@@ -115,11 +127,19 @@ def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
         recorded(tmp_path, max_grad_norm=1.0)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs without checkpoints, of two seeds."""
+    directory = tmp_path_factory.mktemp("runs")
+    recorded(directory / "a")
+    recorded(directory / "b", seed=4)
+    return directory
+
+
 @pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
 @pytest.mark.parametrize("step", [0, 4, 9])
-def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> None:
-    recorded(tmp_path / "a")
-    recorded(tmp_path / "b", seed=4)
+def test_damaged_records_are_refused(runs: Path, tmp_path: Path, change: str, step: int) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
     record = record_of(tmp_path / "a")
     path = record.path(step)
     content = path.read_bytes()
@@ -130,7 +150,7 @@ def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> 
     elif change == "lost":
         path.unlink()
     else:
-        shutil.copy(record_of(tmp_path / "b").path(step), path)
+        shutil.copy(record_of(runs / "b").path(step), path)
     if change == "lost" and step == 9:  # as after a kill: what is there is valid
         assert len(record.steps()) == 8
         return
@@ -143,11 +163,13 @@ def test_damaged_records_are_refused(tmp_path: Path, change: str, step: int) -> 
     assert main(["inspect", "--output_dir", str(tmp_path / "a" / "trak"), "--check"]) == (change != "lost")
 
 
-def test_runs_with_dropout_are_refused(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:
     model = tiny()
-    model.transformer.h[0].mlp.dropout.p = 0.1
-    with pytest.raises(HfTrakError, match=r"has dropout \(`transformer.h.0.mlp.dropout`, p = 0.1\)"):
+    model.config.encoder_layerdrop = 0.1
+    with pytest.raises(HfTrakError, match=r"leaves out whole layers at random \({'encoder_layerdrop': 0.1}\)"):
         recorded(tmp_path, model)
+    with pytest.raises(HfTrakError, match=r"are torch.bfloat16 \('transformer.wte.weight'\)"):
+        recorded(tmp_path, tiny(torch.bfloat16))
 
 
 def test_unknown_optimizers_are_refused(tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ def test_forms_of_a_question_agree(trained, tmp_path):
     assert len(attributor.select(4, targets, method="replay")) == 4
 
 
+def test_self_influence_is_the_diagonal_of_the_recipe(trained, tmp_path):
+    rows = Rows()
+    expected = written_out(trained, [{"x": rows.x[i].tolist(), "labels": int(rows.labels[i])} for i in range(N)])
+    found = attributor_of(trained, tmp_path, shard_size=5).self_influence(Replay(form="hessian", rows=N))
+    torch.testing.assert_close(found.double(), expected.diagonal(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
     targets = Targets(random_targets(2))
     first = scores_of(attributor_of(trained, tmp_path), targets, "replay")
@@ -133,9 +140,7 @@ def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
 
 
 def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
-    targets, attributor = Targets(random_targets(2)), attributor_of(trained, tmp_path)
-    with pytest.raises(ValueError, match="no self-influence"):
-        attributor.self_influence("replay")
+    targets = Targets(random_targets(2))
     with pytest.raises(ValueError, match="`rows` is 0"):
         Replay(rows=0)
     with pytest.raises(ValueError, match="'fisher'"):

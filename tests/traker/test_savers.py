@@ -3,15 +3,13 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from places import PYTHONPATH
+from store_jobs import Job
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.savers import MmapSaver, ModelIDException
@@ -240,17 +238,18 @@ def test_opening_modes_of_the_mmap_saver(tmp_path):
     assert not saver.featurized().any()
 
 
+def add_experiments(directory: Path, name: str) -> None:
+    saver = make_saver(directory)
+    for i in range(20):
+        saver.init_experiment(f"{name}{i}", 2, 0)
+
+
+@pytest.mark.usefixtures("jobs_with_one_thread")
 def test_two_processes_may_add_experiments_at_once(tmp_path):
-    make_saver(tmp_path).register_model_id(0, False)
-    script = (
-        "import sys, pathlib, test_savers as t\n"
-        "saver = t.make_saver(pathlib.Path(sys.argv[1]))\n"
-        "for i in range(20): saver.init_experiment(f'{sys.argv[2]}{i}', 2, 0)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    running = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), n], env=environment) for n in "ab"]
-    assert [process.wait() for process in running] == [0, 0]
-    assert len(make_saver(tmp_path).experiments) == 40
+    make_saver(tmp_path / "run").register_model_id(0, False)
+    running = [Job(tmp_path / f"{name}.json", add_experiments, tmp_path / "run", name) for name in "ab"]
+    assert [job.wait() for job in running] == [{"value": None}] * 2
+    assert len(make_saver(tmp_path / "run").experiments) == 40
 
 
 def test_corrupted_features_and_scores_are_refused(tmp_path):
@@ -299,7 +298,7 @@ def test_scores_of_features_that_were_replaced_are_refused(tmp_path):
 
 
 def test_finalizing_that_was_killed_does_not_count(tmp_path, monkeypatch):
-    """Features of which some rows are new must be taken neither for the old ones nor for the new ones."""
+    """Features with some new rows must be taken neither for the old ones nor for the new ones."""
     grads, q = rows(N)
     saver = make_saver(tmp_path)
     saver.register_model_id(0, False)

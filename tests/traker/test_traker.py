@@ -5,9 +5,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import PYTHONPATH
+from store_jobs import Job
 from torch import Tensor
 
 from hf_trak import TRAKer
@@ -516,30 +513,24 @@ def test_targets_are_resumed_too(tmp_path, data, checkpoints):
     assert torch.allclose(run_scores(traker, data, checkpoints[:1]), expected, rtol=1e-4, atol=1e-6)
 
 
+def featurize_two_by_two(path: Path) -> None:
+    """Featurize until a kill in the middle."""
+    data, checkpoint = torch.load(path / "input.pt", weights_only=True)
+    traker = make_traker(path / "run", projector=None, proj_dim=512)
+    traker.load_checkpoint(checkpoint, 0)
+    for i in range(0, N, 2):
+        traker.featurize((data[0][i : i + 2], data[1][i : i + 2]), num_samples=2)
+        if i == 12:
+            signal.signal(signal.SIGVTALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.003)  # of processor time
+
+
+@pytest.mark.usefixtures("jobs_with_one_thread")
 def test_killed_and_resumed(tmp_path, data, checkpoints):
     """After SIGKILL in the middle of featurizing, the same script gives the bits of an undisturbed run."""
-    script = (
-        "import sys, torch, pathlib, test_traker as t\n"
-        "path, name = sys.argv[1:]\n"
-        "data, checkpoint = torch.load(path + '/input.pt', weights_only=True)\n"
-        "traker = t.make_traker(pathlib.Path(path) / name, projector=None, proj_dim=512)\n"
-        "traker.load_checkpoint(checkpoint, 0)\n"
-        "for i in range(0, t.N, 2):\n"
-        "    traker.featurize((data[0][i:i + 2], data[1][i:i + 2]), num_samples=2)\n"
-        "    print(i, flush=True)\n"
-    )
     torch.save((data, checkpoints[0]), tmp_path / "input.pt")
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-c", script, str(tmp_path), "run"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "12":
-            break
-    time.sleep(0.003)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    job = Job(tmp_path / "report.json", featurize_two_by_two, tmp_path)
+    assert job.wait() is None and job.process.exitcode == -signal.SIGKILL
 
     def continued(name: str) -> TRAKer:
         traker = make_traker(tmp_path / name, projector=None, proj_dim=512)

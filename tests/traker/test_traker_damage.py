@@ -58,12 +58,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of runs need not wait for a disk."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 def outcome(case: damage.Damage, directory: Path, call: Any, expected: Tensor, strict: bool) -> str:
     """What a call makes of damage: right scores, or an error with the name of a file that was touched."""
     try:

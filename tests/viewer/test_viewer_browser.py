@@ -167,6 +167,39 @@ def test_a_typed_target_is_answered_filtered_grouped_and_exported(page: Page, te
     nothing_happened(page, texts)
 
 
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_one_word_of_a_target_has_rows_of_its_own(page: Page, texts: str, size: tuple[int, int]) -> None:
+    frame = f"document.querySelector('{ANSWER} iframe').contentDocument"
+
+    def asked(words: str) -> tuple[list[str], list[str]]:
+        """The tokens that have a share, and the scores of the rows."""
+        put(page, "#words", words)
+        page.press("Tab")
+        page.evaluate(f"document.querySelector('{ANSWER} iframe')?.remove()")
+        click(page, "#ask-button")
+        shown(page, ANSWER, "Helped most")
+        marked = f"[...{frame}.querySelectorAll('.tokens [class]')].map(e => e.textContent.trim())"
+        return page.evaluate(marked), page.evaluate(f"[...{frame}.querySelectorAll('.score')].map(e => e.textContent)")
+
+    page.size(*size, mobile=size is PHONE)
+    try:
+        visit(page, texts)
+        put(page, "#field-0", "good fox sleeps in the film barn")
+        tokens, whole = asked("")
+        assert len(tokens) > 3
+        tokens, scores = asked("sleeps")
+        assert tokens == ["sleeps"] and len(scores) == len(whole) and scores != whole
+        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+        put(page, "#words", "wakes")
+        page.press("Tab")
+        click(page, "#ask-button")
+        message = wait(page, "document.querySelector('.toast-body, [data-testid=toast-body]')?.innerText")
+        assert "'wakes'" in message and "Traceback" not in message
+    finally:
+        page.size(*DESKTOP)
+    nothing_happened(page, texts)
+
+
 def test_rows_are_listed_by_self_influence(page: Page, texts: str) -> None:
     visit(page, texts)
     tab(page, "Rows")

@@ -48,7 +48,7 @@ class Measured:
         times: by stage.
         ratios: times of a stage divided by those of a plain pass, the mean of the ones before and after it.
         peak_mib: by group of stages and of a plain pass, above what the process held before; empty but on Linux.
-        promised_mib: the same, as the library's own estimate has it, where there is one.
+        promised_mib: the same, as the library's own estimate has it, if it has one.
     """
 
     plain: list[Time] = field(default_factory=list)

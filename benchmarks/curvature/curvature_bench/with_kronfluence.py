@@ -22,7 +22,7 @@ from curvature_bench.work import Work, linear_weights
 Batch = dict[str, Tensor]
 
 QUERIES = 20
-"""Targets per batch, of which as many are kept as there are."""
+"""Targets per batch. All of them are kept."""
 
 
 class LanguageModeling(Task):

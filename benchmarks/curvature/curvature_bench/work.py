@@ -19,7 +19,7 @@ class Work:
     """What is measured.
 
     Attributes:
-        rows: number of training rows, to all of which the curvature is fitted.
+        rows: number of training rows; the curvature is fitted to all of them.
         targets: number of targets.
         batch_size: rows per batch of every library.
         threads: threads of every process.

@@ -1,4 +1,4 @@
-"""A case: data, a model, and its training with `Trainer`, of which a bank of retrained models is made."""
+"""A case: data, a model, and its training with `Trainer`. A bank retrains such models."""
 
 import json
 from collections.abc import Callable

@@ -113,8 +113,8 @@ def _dropped(part: str) -> str:
 def _facts(case: Case, bank: Bank) -> str:
     trainings = sum(bank.description(name)["subsets"] for name in bank.parts if bank.is_complete(name))
     return (
-        f"P = {bank.recipe['parameters']:,}, n = {bank.n_train:,}, m = {bank.n_targets} targets, of which every "
-        f"second judges; {case.subsets} subsets at each share, {trainings} trainings in the bank."
+        f"P = {bank.recipe['parameters']:,}, n = {bank.n_train:,}, m = {bank.n_targets} targets, every second "
+        f"judges; {case.subsets} subsets at each share, {trainings} trainings in the bank."
     )
 
 

@@ -24,7 +24,7 @@ more on 10 of them, with a perturbed start and with another seed: 9e17 FLOPs. At
 float32 a training takes 225 seconds, and the bank 7.5 hours of one GPU. With TF32, at a quarter of 494 TFLOP/s, these
 are 61 seconds and 2 hours.
 
-The bank is divided over processes, each of which should see one GPU; what is done stays done when they are stopped.
+The bank is divided over processes. Each should see one GPU; what is done stays done when they are stopped.
 """
 
 import copy
@@ -140,7 +140,7 @@ def kept_tokens(rows: Dataset) -> list[list[int]]:
 
 
 def model_inputs(rows: Dataset) -> dict[str, Tensor]:
-    """Tokens `(B, T)`, and a causal mask `(B, 1, T, T)`, all rows of which are the same memory."""
+    """Tokens `(B, T)`, and a causal mask `(B, 1, T, T)` whose rows are the same memory."""
     tokens = ids(rows)
     causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     return {"input_ids": tokens, "attention_mask": additive(causal, 1).expand(len(tokens), -1, -1, -1)}

@@ -47,8 +47,8 @@ def ids(rows: Dataset) -> Tensor:
 def additive(kept: Tensor, rows: int) -> Tensor:
     """The mask `(rows, 1, T, T)` that is added to attention scores, 0 where `kept`, `(T, T)`, is true.
 
-    transformers looks into a 2-D attention mask, and makes a causal one with Python branches on tensors, both of which
-    vmap forbids. It takes a 4-D mask as it is.
+    transformers looks into a 2-D attention mask, and makes a causal one with Python branches on tensors. vmap
+    forbids both. It takes a 4-D mask as it is.
     """
     mask = torch.zeros(kept.shape).masked_fill(~kept, torch.finfo(torch.float32).min)
     return mask.repeat(rows, 1, 1, 1)

@@ -20,8 +20,8 @@ def without_conv1d(model: nn.Module) -> nn.Module:
 def trained_layers(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     """Names of layers of these kinds that were trained and share no weight with an embedding.
 
-    So of a LoRA model the adapters are left. A weight that is an embedding, too, has gradients of both uses, of which
-    curvature in factors knows one.
+    A LoRA model has its adapters left. A weight that is an embedding, too, has gradients of both uses. Curvature in
+    factors knows one of them.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [

@@ -262,7 +262,7 @@ def written(config: IndexConfig) -> np.ndarray:
 
 
 def documents(job: Job) -> dict[Part, Dataset]:
-    """Tokens and labels of the rows, none of which is padded.
+    """Tokens and labels of the rows, without padding.
 
     A classifier's row is its number among all rows, and its label.
     """

@@ -1,0 +1,110 @@
+"""Calls of a model whose answers are known, for losses of trainers: stand-ins for the model and for its outputs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+class Called(BaseException):
+    """Ends `compute_loss` at its first call of the model. No `except Exception` of a trainer catches it."""
+
+    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs, self.named = inputs, named
+
+
+class WholeBatchError(Exception):
+    """The loss of a row needs more than the row of one output of the model."""
+
+
+class Answering:
+    """Stands for the model in all but its forward pass."""
+
+    def __init__(self, model: torch.nn.Module | None, call: Callable[..., Any]) -> None:
+        self._of, self.forward = model, call
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # trainers ask for the class of the model
+        return type(self._of)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+
+class OfTheBatch:
+    """Stands for a number that the model returned for the whole batch, such as a loss: no row has one."""
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise WholeBatchError
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise WholeBatchError
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
+    __neg__ = __pow__ = __getattr__ = __getitem__ = __iter__ = __float__ = __bool__ = _refused
+
+
+def divided(model_output: Any, size: int) -> list[Any]:
+    """Divide what a model returned for a batch into rows of one.
+
+    Args:
+        model_output: what it returned.
+        size: the number of rows.
+    """
+    pieces: dict[int, Sequence[Tensor]] = {}
+
+    def row(value: Any, place: int) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: each(getattr(value, f.name), place) for f in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 0 or value.shape[0] != size:
+            return OfTheBatch()
+        # the gradients of `split` are joined once, those of slices are added up in a tensor of zeros each
+        return pieces.setdefault(id(value), value.split(1))[place]
+
+    def each(value: Any, place: int) -> Any:
+        return tree_map(lambda one: row(one, place), value)
+
+    return [each(model_output, place) for place in range(size)]
+
+
+class WeightsKept(TorchFunctionMode):
+    """Divides a cross-entropy with weights of classes by the number of labels, and not by the sum of their weights."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.cross_entropy, functional.nll_loss):
+            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            target, mean = given["target"], given.get("reduction", "mean") == "mean"
+            # a mean over probabilities of classes is divided by their number anyway
+            if mean and given.get("weight") is not None and not target.is_floating_point():
+                labels = (target != given.get("ignore_index", -100)).sum().clamp(min=1)
+                return func(**{**given, "reduction": "sum"}) / labels
+        return func(*args, **kwargs)
+
+
+def leaf(value: Any, size: int) -> Any:
+    """Return a tensor with a gradient of its own where it has rows of numbers, and everything else as it is.
+
+    Args:
+        value: a part of what a model returned.
+        size: the number of rows.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and value.shape[0] == size:
+        return value.detach().requires_grad_()
+    return value
