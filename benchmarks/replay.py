@@ -184,9 +184,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     lines = [_line(header), _rule(len(header))]
     for one in cases.values():
         about, counts = one["about"], sorted({*one["retrainings"].values()})
-        cells = (about["title"], f"{about['parameters']:,}", about["rows"], about["steps"],
-                 f"{about['losses'][0]:.2f}, {about['losses'][-1]:.2f}", ", ".join(map(str, counts)),
-                 f"{about['seconds']:.1f} s")  # fmt: skip
+        losses = ", ".join(f"{loss:.2f}" for loss in about["losses"][:: max(1, len(about["losses"]) - 1)])
+        cells = (about["title"], f"{about['parameters']:,}", about["rows"], about["steps"], losses,
+                 ", ".join(map(str, counts)), f"{about['seconds']:.1f} s")  # fmt: skip
         lines.append(_line(cells))
     found["cases"] = "\n".join(lines)
     lines = [_line(("seconds", *SHOWN)), _rule(len(SHOWN) + 1)]
