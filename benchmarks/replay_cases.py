@@ -251,7 +251,7 @@ def of_help(title: str, model: Callable[[Path], nn.Module] = fine_tuned, **more:
 
 CASES = {
     "lr": Case("logistic regression, digits", IMAGE, images, seeded(linear),
-               {"learning_rate": 1e-2, "num_train_epochs": 4}, retrainings=40),
+               {"learning_rate": 1e-2, "num_train_epochs": 4}),
     "mlp": Case("MLP, digits", IMAGE, images, seeded(perceptron),
                 {"learning_rate": 3e-3, "num_train_epochs": 4}, retrainings=40),
     "cnn": Case("CNN, digits", IMAGE, images, seeded(cnn),
