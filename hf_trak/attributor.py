@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from datasets import Dataset as HFDataset
 from huggingface_hub import CommitInfo
@@ -20,6 +21,7 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
+from hf_trak.evaluation.review import class_column, review_table, sums_and_own, wrong_labels
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -640,6 +642,47 @@ class TrakAttributor:
         )
         return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
 
+    def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
+        """Tell what each training row did to validation rows, what may be wrong with it and what to do.
+
+        The table can be edited and given to [`~hf_trak.evaluation.fixed_dataset`], which makes a dataset to train on.
+        [`~hf_trak.evaluation.prove_removal`] trains without the rows that it changes. `report` then shows the rows
+        that helped and harmed the validation rows most.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The validation rows, whose mean output is the target.
+            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"exact"`):
+                As in [`~TrakAttributor.group_scores`]. The scores of `"index"` compare rows for one target alone, and
+                find few wrong labels.
+
+        Returns:
+            `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
+            `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`,
+            where rows have one label each.
+
+        Raises:
+            TypeError: the training rows are no `datasets.Dataset`.
+            As `attribute`.
+        """
+        rows = self.train_dataset
+        if not isinstance(rows, HFDataset):
+            raise TypeError(
+                f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
+                "its rows. Convert them, such as with `Dataset.from_list`."
+            )
+        chosen = method_of_all_rows(method)
+        effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        column = class_column(rows)
+        doubtful, others = np.flatnonzero(effects < 0), {}
+        if column is not None and len(doubtful):
+            labels = RowGroups.of(rows, column)
+            question = self._question(rows.select(doubtful), chosen, None, None, None)
+            sums, own = sums_and_own(planned(self.features, question, chosen).blocks, labels, doubtful)
+            found = wrong_labels(sums, own, labels.member.numpy()[doubtful])
+            others = {int(doubtful[one]): labels.values[other] for one, other in found.items()}
+        return review_table(rows, effects, column, others)
+
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
 
@@ -775,7 +818,6 @@ class TrakAttributor:
         method: Method = "auto",
         group_by: GroupBy | None = None,
         stratify_by: GroupBy | None = None,
-        name: str | None = None,
         checkpoints: Checkpoints = None,
     ) -> Any:
         """Choose the training rows that serve the targets best, ready to train on.
@@ -788,7 +830,7 @@ class TrakAttributor:
             criterion (`str`, *optional*, defaults to `"most_helpful"`):
                 `"most_helpful"` ranks rows by the mean of their scores over the targets, `"least_harmful"` by the
                 minimum, so that a row is left out if it harms any target much.
-            method, name, checkpoints:
+            method, checkpoints:
                 As in [`~TrakAttributor.group_scores`].
             group_by (`str` or a sequence, *optional*):
                 First average the scores over groups of targets, so that each group counts the same: the name of a
@@ -810,7 +852,7 @@ class TrakAttributor:
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
+        question = self._question(eval_dataset, chosen, None, checkpoints, group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
@@ -872,7 +914,6 @@ class TrakAttributor:
         rows: Sequence[int],
         similar: Similarity | Sequence[int] | None = "embeddings",
         draws: int = 16,
-        seed: int = 0,
         checkpoints: Checkpoints = None,
     ) -> PatchResult:
         """Take one small training step on some rows, and compare its effect on a target with that of other rows.
@@ -890,8 +931,6 @@ class TrakAttributor:
                 left out; or numbers of rows; or `None` for no such control.
             draws (`int`, *optional*, defaults to 16):
                 How often as many random rows are drawn, at least 4.
-            seed (`int`, *optional*, defaults to 0):
-                Seed of the draws.
             checkpoints (*optional*):
                 As in [`~TrakAttributor.attribute`]. `checkpoints=[2]` takes one.
 
@@ -906,7 +945,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
-        return verify_rows(self.features, target, rows, similar, draws, seed, checkpoints)
+        return verify_rows(self.features, target, rows, similar, draws, self.args.seed, checkpoints)
 
     def exclude(self, rows: Iterable[int]) -> "TrakAttributor":
         """Leave rows out of the training dataset. Nothing is computed again; XᵀX is corrected.

@@ -75,8 +75,8 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
     if first is None and "_prepare_inputs" in vars(owner) and not owner.__module__.startswith("transformers."):
         raise ValueError(
             f"`{owner.__name__}.compute_loss` takes what `_prepare_inputs` makes, such as answers that the model "
-            "generates during the training: a row of the dataset has no loss of its own. Expected rows that hold their "
-            "answers. Pass such rows to `TrakAttributor(model, args, train_dataset=…, data_collator=…)`."
+            "generates during the training: a row of the dataset has no loss of its own. Expected rows that hold "
+            "their answers. Pass such rows to `TrakAttributor(model, args, train_dataset=…, data_collator=…)`."
         )
     task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
     if first is not None:

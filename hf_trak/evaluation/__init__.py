@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from hf_trak.evaluation.retraining import masks_and_outputs as masks_and_outputs
     from hf_trak.evaluation.retraining import repeated_outputs as repeated_outputs
     from hf_trak.evaluation.retraining import retrain_on_subsets as retrain_on_subsets
+    from hf_trak.evaluation.review import changed_rows as changed_rows
+    from hf_trak.evaluation.review import fixed_dataset as fixed_dataset
+    from hf_trak.evaluation.review import prove_removal as prove_removal
     from hf_trak.evaluation.trainer_retraining import TrainerRetraining as TrainerRetraining
     from hf_trak.evaluation.trainer_retraining import mask_rows as mask_rows
     from hf_trak.evaluation.trainer_retraining import model_outputs as model_outputs
@@ -60,6 +63,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.evaluation.reliability": "Reliability measure_reliability",
         "hf_trak.evaluation.removal": "RemovalEffect RemovalPlan RemovalResult evaluate_removal removal_plan",
         "hf_trak.evaluation.retraining": "masks_and_outputs repeated_outputs retrain_on_subsets",
+        "hf_trak.evaluation.review": "changed_rows fixed_dataset prove_removal",
         "hf_trak.evaluation.trainer_retraining": "TrainerRetraining mask_rows model_outputs",
     },
 )

@@ -235,7 +235,7 @@ def verify_rows(
             "rows are drawn at random to compare with. Pass the first rows of the attribution alone."
         )
     draws = checked_int(draws, "draws", _LEAST_DRAWS, type_error=ValueError)
-    rng = np.random.default_rng(checked_int(seed, "seed", 0, type_error=ValueError))
+    rng = np.random.default_rng(seed)
     others = np.setdiff1d(np.arange(n), found)
     sets = {f"random {number}": _drawn(rng, others, len(found)) for number in range(draws)}
     candidates = _drawn(rng, others, min(CANDIDATES, len(others)))

@@ -327,7 +327,7 @@ def _sample(n: int, rows: int, targets: int, seed: int) -> tuple[list[int], list
     rows, targets = checked_int(rows, "rows", _LEAST_ROWS), checked_int(targets, "targets", 1)
     if n <= _LEAST_ROWS:
         raise ValueError(f"There are {n} training rows. Expected at least {_LEAST_ROWS + 1} to compare scores of.")
-    order = np.random.Generator(np.random.Philox(checked_int(seed, "seed", 0))).permutation(n)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(n)
     count = min(targets, n // 2, n - _LEAST_ROWS)
     return sorted(map(int, order[count : count + rows])), sorted(map(int, order[:count]))
 

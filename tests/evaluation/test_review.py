@@ -1,0 +1,174 @@
+"""The review of a training dataset: planted wrong labels and duplicates are found, fixed, and proved by retraining."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, List, Value
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
+from hf_trak.evaluation.review import review_table, wrong_labels
+
+N, WRONG, TWICE = 600, 30, (3, 40, 77)
+"""Training rows, wrong labels among them, and rows that stand again at the end."""
+
+
+class Network(PreTrainedModel):
+    """A small network for the pixels of digits."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.post_init()
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
+        logits = self.second(torch.relu(self.first(pixels)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def digits() -> tuple[Dataset, Dataset, np.ndarray]:
+    """Make training rows, validation rows, and the labels that the training rows should have."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(pixels))
+    features = Features({"pixels": List(Value("float32"), length=64), "labels": ClassLabel(num_classes=10)})
+
+    def rows(of: np.ndarray) -> Dataset:
+        table = {"pixels": (pixels[of] / 16).astype(np.float32).tolist(), "labels": labels[of].tolist()}
+        return Dataset.from_dict(table, features=features)
+
+    own = order[:N]
+    return rows(own), rows(order[N : N + 200]), labels[own]
+
+
+def trainer_of(rows: Dataset, where: Path) -> Trainer:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(where), num_train_epochs=15, learning_rate=4e-3, per_device_train_batch_size=32, seed=0, use_cpu=True,
+        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    config = PretrainedConfig(num_labels=10, problem_type="single_label_classification")
+    return Trainer(Network(config), arguments, train_dataset=rows)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Review a run whose training rows have wrong labels, and three rows twice at the end."""
+    place = tmp_path_factory.mktemp("review")
+    train, validation, right = digits()
+    noisy, wrong = with_wrong_labels(train, WRONG / N, seed=1)
+    noisy = noisy.select([*range(N), *TWICE])
+    trainer = trainer_of(noisy, place)
+    trainer.train()
+    attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(place / "trak")), "image_classification")
+    table = attributor.review(validation)
+    return {"table": table, "wrong": wrong, "right": right, "rows": noisy, "validation": validation, "place": place}
+
+
+def test_wrong_labels_are_found(planted: dict[str, Any]) -> None:
+    table, wrong = planted["table"], planted["wrong"]
+    found = [row for row, action in enumerate(table["suggested_action"]) if action == "relabel"]
+    hits = [row for row in found if row < N and wrong[row]]
+    assert len(hits) >= 0.8 * WRONG and len(hits) >= 0.8 * len(found)
+    named = [table[row]["suggested_label"] == planted["right"][row] for row in hits]
+    assert np.mean(named) >= 0.9
+    assert all(table[row]["effect"] < 0 for row in found)
+
+
+def test_repeated_rows_are_found(planted: dict[str, Any]) -> None:
+    table = planted["table"]
+    for place, row in enumerate(TWICE):
+        assert table[N + place]["reason"] in (f"the same as row {row}", "rows like it have another label")
+        assert not planted["wrong"][row] or table[N + place]["suggested_action"] != "keep"
+
+
+def test_the_fixed_dataset_has_better_labels(planted: dict[str, Any]) -> None:
+    fixed = fixed_dataset(planted["table"])
+    assert fixed.column_names == planted["rows"].column_names and fixed.features == planted["rows"].features
+    removed = planted["table"]["suggested_action"].count("remove")
+    assert len(fixed) == N + len(TWICE) - removed
+    kept = [row for row, action in enumerate(planted["table"]["suggested_action"]) if action != "remove"]
+    right = np.append(planted["right"], planted["right"][list(TWICE)])[kept]
+    before = np.array(planted["rows"]["labels"])[kept]
+    assert (np.array(fixed["labels"]) != right).sum() <= 0.4 * (before != right).sum()
+
+
+@pytest.mark.slow
+def test_a_training_proves_it(planted: dict[str, Any]) -> None:
+    """Without the rows that the review changes, validation outputs are higher than without as many random ones."""
+    pytest.importorskip("scipy")
+    rows = planted["rows"]
+
+    def make(train: Any, seed: int) -> Trainer:
+        return trainer_of(train, planted["place"] / "again")
+
+    retraining = TrainerRetraining(make, rows, planted["validation"], "image_classification", drop="mask", seed=0)
+    proof = prove_removal(changed_rows(planted["table"]), retraining)
+    assert proof.gain.low > 0 and proof.better > 0.7
+    assert "random" in str(proof)
+    none = prove_removal(np.random.default_rng(5).choice(N, proof.removed, replace=False), retraining)
+    assert abs(none.gain.value) < 0.5 * proof.gain.value
+
+
+def test_labels_that_other_rows_do_not_confirm() -> None:
+    """The own score is no confirmation; the label that speaks most against the row is named."""
+    sums = np.array([[5.0, -1, -3], [5.0, -1, -3], [-4.0, -1, 6]])
+    assert wrong_labels(sums, own=[0, 3, 1], labels=[0, 0, 2]) == {1: 2}
+
+
+def rows_of_text() -> Dataset:
+    return Dataset.from_dict({"id": range(5), "text": ["a", "b", "a", "a", "c"], "label": [0, 1, 0, 1, 1]})
+
+
+def test_table_of_effects() -> None:
+    """An id does not hide that rows are the same; a repeated row with another label is to be looked at."""
+    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1})
+    assert table["reason"] == [
+        "rows like it have another label", "no effect", "the same as row 0", "the same as row 0, with another label",
+        "harms the validation set",
+    ]  # fmt: skip
+    assert table["suggested_action"] == ["relabel", "keep", "remove", "look", "look"]
+    assert table["suggested_label"] == [1, None, None, None, None]
+    assert review_table(table, table["effect"], "label").column_names == table.column_names  # again: no second columns
+    fixed = fixed_dataset(table)
+    assert fixed["label"] == [1, 1, 1, 1] and fixed["id"] == [0, 1, 3, 4]
+    calm = review_table(Dataset.from_dict({"text": ["a", "b", "c"]}), [1.0, -0.5, 0.8])
+    assert calm["reason"] == [""] * 3 and "suggested_label" not in calm.column_names
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("suggested_action", "delete", "`suggested_action` has 'delete'"),
+        ("suggested_label", None, "Row 0 is to be relabelled"),
+    ],
+)
+def test_an_edited_table_is_checked(column: str, value: Any, message: str) -> None:
+    table = review_table(rows_of_text(), [1.0] * 5, "label", {0: 1})
+    values = [value, *table[column][1:]]
+    edited = table.remove_columns([column]).add_column(column, values, feature=table.features[column])
+    with pytest.raises(ValueError, match=message):
+        fixed_dataset(edited)
+    with pytest.raises(ValueError, match="Expected 'suggested_action'"):
+        fixed_dataset(rows_of_text())
+
+
+def test_rows_to_leave_out_must_leave_others() -> None:
+    class Never:
+        train_dataset = range(10)
+
+        def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
+            raise AssertionError
+
+    for rows in ([], range(6), [10], [-1]):
+        with pytest.raises(ValueError, match="Expected at least one"):
+            prove_removal(list(rows), Never())
