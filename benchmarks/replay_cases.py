@@ -270,9 +270,9 @@ CASES = {
     "gpt2-300": of_help("GPT-2, 300 rows", orders=2),
     "gpt2-warmup": of_help("GPT-2, 150 rows, 10 % warmup", rows=150, retrainings=16,
                            options={"warmup_steps": 0.1}),
-    "gpt2-sgd": of_help("GPT-2, 150 rows, SGD with momentum at 2e-2", rows=150, retrainings=16, options={
+    "gpt2-sgd": of_help("GPT-2, 150 rows, SGD at 2e-2", rows=150, retrainings=16, options={
         "optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 2e-2}),
-    "gpt2-sgd-cool": of_help("GPT-2, 150 rows, SGD with momentum at 5e-3", rows=150, retrainings=16, options={
+    "gpt2-sgd-cool": of_help("GPT-2, 150 rows, SGD at 5e-3", rows=150, retrainings=16, options={
         "optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 5e-3}),
     "gpt2-dropout": of_help("GPT-2, 150 rows, dropout .1", with_dropout, rows=150, retrainings=16),
 }  # fmt: skip
