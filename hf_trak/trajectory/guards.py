@@ -39,7 +39,8 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
             f"The loss along the replayed path differs from that of the training by {deviation:.1%} in the mean. "
             f"Expected less than {LOSS_DEVIATION:.0%}. {remedy}."
         )
-    growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
+    # No score depends on what is before the first step.
+    growth = max(torch.nan_to_num(found.growth[1:], nan=torch.inf).tolist(), default=0.0)
     if growth > GROWTH:
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
