@@ -55,9 +55,8 @@ class LastResult:
         if isinstance(method, Combination):
             return {"projection": f"a sum of scores: {named(method)}"}
         if isinstance(method, Replay):
-            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share or 1:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
+                "projection": f"none: replay of the recipe, {method.products} of {method.rows} rows of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
                 **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
