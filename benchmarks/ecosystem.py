@@ -8,8 +8,8 @@ alone. The error is the largest of a row, relative to the norm of its gradient, 
 losses differ by one (shown as "times 2").
 Where that is above 1e-5, rows are compared with `autograd.grad` of their outputs within the whole batch, too: the
 slope of a ReLU whose input is about zero follows rounding, which is not the same for a batch. A case that is refused
-is listed with the message. Cases of `lightning`, `diffusers`,
-`sentence_transformers` and `setfit` need these packages.
+is listed with the message. Cases of `bitsandbytes`, `torchao`, `lightning`, `diffusers`, `sentence_transformers` and
+`setfit` need these packages.
 """
 
 import argparse

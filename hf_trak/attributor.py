@@ -518,7 +518,7 @@ class TrakAttributor:
             CheckpointMismatchError: the weights at hand are not those of the features.
             ValueError: `top_k`, `name`, `per` or `method` is out of range, they do not go together, the dataset is
                 empty, or `checkpoints` are not as many as the model ids.
-            TypeError: `per_token` or `part` is set, and the task has one label per sample, or `part` is no `Span`.
+            TypeError: `per_token` or `part` is set, and the task has one number per target, or `part` is no `Span`.
             SingularGramError: the ridge is too small for these features.
         """
         if per not in ("target", "train"):

@@ -23,6 +23,6 @@ GROUPS: dict[str, tuple[EcosystemCase, ...]] = {
     "Images": IMAGES,
     "Speech, segmentation, diffusion": OTHERS,
     "Wrappers and loops": WRAPPED,
-    "Quantized, random inside, refused": CORNERS,
+    "Quantized, random, refused": CORNERS,
 }
 """Cases by the heading of their table."""

@@ -97,27 +97,28 @@ def merged(directory: Path, args: TrakConfig) -> TrakAttributor:
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=LAYERS, task_type="CAUSAL_LM")).eval()
     model.merge_adapter()
     given = Dataset.from_dict({"input_ids": token_rows(6)})
-    own = of_plain_trainer(model, args, given, plain)
+    own = by_loss(of_plain_trainer(model, args, given, plain)).featurize()
     own.attribute(given)
     return own
 
 
 def masked_images(directory: Path, args: TrakConfig, *, kind: str) -> TrakAttributor:
-    """`run_mim` gives a mask in `bool_masked_pos`; ViTMAE draws its own."""
+    """`run_mim` gives a mask in `bool_masked_pos`; ViTMAE draws its own, or takes it as `noise`."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     shape = {"image_size": 16, "patch_size": 4}
     made: list[dict[str, Any]] = [{"pixel_values": one} for one in numbers(6, 3, 16, 16)]
-    if kind == "mae":
+    if kind != "mim":
         decoder = {f"decoder_{name}": value for name, value in sizes.items()}
         model = seeded(lambda: hf.ViTMAEForPreTraining(hf.ViTMAEConfig(**sizes, **shape, **decoder)))
+        if kind == "noise":
+            made = [{**row, "noise": noise} for row, noise in zip(made, numbers(6, 16), strict=True)]
     else:
         model = seeded(lambda: hf.ViTForMaskedImageModeling(hf.ViTConfig(encoder_stride=4, **sizes, **shape)))
         chosen = numbers(6, 16) < 0.5
-        made = [{**row, "mask": mask} for row, mask in zip(made, chosen, strict=True)]
+        made = [{**row, "bool_masked_pos": mask} for row, mask in zip(made, chosen, strict=True)]
 
     def collate(given: list[Any]) -> Any:
-        batch = {"pixel_values": torch.stack([row["pixel_values"] for row in given])}
-        return batch if kind == "mae" else batch | {"bool_masked_pos": torch.stack([row["mask"] for row in given])}
+        return {name: torch.stack([row[name] for row in given]) for name in given[0]}
 
     args.remove_unused_columns = False
     return of_plain_trainer(model, args, Rows(made), collate, task="row_loss")
@@ -139,7 +140,7 @@ def panoptic(directory: Path, args: TrakConfig) -> TrakAttributor:
         out_features=["stage1", "stage2", "stage3", "stage4"],
     )  # fmt: skip
     config = hf.Mask2FormerConfig(
-        backbone_config=backbone, feature_size=16, mask_feature_size=16, hidden_dim=16, encoder_feedforward_dim=16,
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
         encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=4, num_labels=3,
         train_num_points=16,
     )  # fmt: skip
@@ -210,7 +211,11 @@ def on_policy(directory: Path, args: TrakConfig) -> TrakAttributor:
     return of_trainer(made, args)
 
 
+IMAGES = '`task="image_classification"`'
+ROW_LOSS = '`task="row_loss"`'
+RANDOM = " draws random numbers in evaluation mode"
 CORNERS = (
+    EcosystemCase("a model in float64", in_float64),
     EcosystemCase("LoRA on an 8-bit base (bitsandbytes), before training", partial(quantized, kind="8-bit")),
     EcosystemCase("LoRA on an 8-bit base, after training", partial(quantized, kind="8-bit", when="after training")),
     EcosystemCase(
@@ -220,20 +225,19 @@ CORNERS = (
         "LoRA on a 4-bit base, after an evaluation", partial(quantized, kind="4-bit", when="after an evaluation")
     ),
     EcosystemCase("LoRA on a base of torchao, int8", partial(quantized, kind="torchao")),
-    EcosystemCase("a model in float64", in_float64),
     EcosystemCase("PEFT: Shadow", shadowed),
-    EcosystemCase("PEFT: an adapter merged into its base", merged),
-    EcosystemCase("run_mim: masks of the rows", partial(masked_images, kind="mim"), '`task="row_loss"`'),
-    EcosystemCase("ViTMAE", partial(masked_images, kind="mae"), '`task="row_loss"`'),
-    EcosystemCase("PatchTST: masks drawn inside", series, '`task="row_loss"`'),
-    EcosystemCase("Mask2Former: points drawn inside", panoptic, '`task="row_loss"`'),
+    EcosystemCase("PEFT: an adapter merged into its base", merged, "", "All features of all training rows are 0"),
+    EcosystemCase("run_mim: masks of the rows", partial(masked_images, kind="mim"), ROW_LOSS),
+    EcosystemCase("ViTMAE, with `noise` in its rows", partial(masked_images, kind="noise"), ROW_LOSS),
+    EcosystemCase("ViTMAE", partial(masked_images, kind="mae"), ROW_LOSS, f"ViTMAEForPreTraining{RANDOM}"),
+    EcosystemCase("PatchTST", series, ROW_LOSS, f"PatchTSTForPretraining{RANDOM}"),
+    EcosystemCase("Mask2Former", panoptic, ROW_LOSS, f"Mask2FormerForUniversalSegmentation{RANDOM}"),
+    EcosystemCase("`torch.jit.script(model)`", partial(classifier, make=scripted), IMAGES, "`model` is TorchScript"),
+    EcosystemCase("`torch.jit.trace(model, …)`", partial(classifier, make=traced), IMAGES, "`model` is TorchScript"),
     EcosystemCase(
-        "TorchScript: `torch.jit.script`", partial(classifier, make=scripted), '`task="image_classification"`'
+        "BatchNorm without statistics", partial(classifier, make=without_statistics), IMAGES,
+        "The BatchNorm layers 1 keep no statistics",
     ),
-    EcosystemCase("TorchScript: `torch.jit.trace`", partial(classifier, make=traced), '`task="image_classification"`'),
-    EcosystemCase(
-        "BatchNorm without statistics", partial(classifier, make=without_statistics), '`task="image_classification"`'
-    ),
-    EcosystemCase("Mixup in the collator", mixed, '`task="row_loss"`'),
-    EcosystemCase("`DistillationTrainer`", on_policy),
-)
+    EcosystemCase("Mixup in the collator", mixed, ROW_LOSS, "The data collator mixes rows"),
+    EcosystemCase("`DistillationTrainer`", on_policy, "", "answers that the model generates during the training"),
+)  # fmt: skip

@@ -417,22 +417,36 @@ class DrawnRows:
         own = held_generators(*self._sources)
         with generators_kept(own):
             first, *others = (rows_at(self._dataset, [row])[0] for row in rows)
-            for draw in range(_MIXING_DRAWS):
-                made = []
-                for other in others:
-                    set_generators(self._seed, self._side, rows[0], draw, own)
-                    try:
-                        made.append(dict(_leaves(self._collate([copy.copy(first), copy.copy(other)]))))
-                    except Exception as error:  # of a collator that takes rows of one size alone, or single rows
-                        logger.debug("Rows %s make no batch of two: %r", rows, error)
-                        return
-                mixed = [path for path, value in made[0].items() if _first_differs(value, made[1].get(path))]
-                if mixed:
-                    raise ValueError(
-                        f"The data collator mixes rows, such as by Mixup or CutMix: {', '.join(map(_name, mixed))} of "
-                        f"row {rows[0]} depend on the row beside it. Expected a batch whose rows are each its own, "
-                        "since a mixture has no training row to attribute to. Pass a `data_collator` that mixes none."
-                    )
+            try:
+                mixed = self._mixed(first, others, own)
+            except Exception as error:  # of a collator that takes rows of one size alone, or single rows
+                logger.debug("Rows %s make no batch of two: %r", rows, error)
+                return
+        if mixed:
+            raise ValueError(
+                f"The data collator mixes rows, such as by Mixup or CutMix: {', '.join(map(_name, mixed))} of row "
+                f"{rows[0]} depend on the row beside it. Expected a batch whose rows are each its own, since a "
+                "mixture has no training row to attribute to. Pass a `data_collator` that mixes none."
+            )
+
+    def _mixed(self, first: Any, others: Sequence[Any], own: Sequence[Generator]) -> list[tuple[Any, ...]]:
+        """Name the entries of a row that differ beside two others, again and again for the same seeds."""
+
+        def beside(other: Any, draw: int) -> dict[tuple[Any, ...], Any]:
+            set_generators(self._seed, self._side, 0, draw, own)
+            return dict(_leaves(self._collate([copy.copy(first), copy.copy(other)])))
+
+        def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[tuple[Any, ...]]:
+            return [path for path, value in one.items() if _first_differs(value, other.get(path))]
+
+        for draw in range(_MIXING_DRAWS):
+            made = [beside(other, draw) for other in others]
+            if mixed := differing(*made):
+                pairs = [*zip(made, others, strict=True)] * _MIXING_DRAWS
+                again = [(one, beside(other, draw)) for one, other in pairs]
+                # what no seed repeats is refused when it comes to it
+                return [] if any(differing(*pair) for pair in again) else mixed
+        return []
 
     def _drawn(self, row: int) -> tuple[Any, Any]:
         """Read a row, and collate it alone."""

@@ -71,7 +71,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
             why = "no task is known for the model"
         elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
             return given or name
-    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+    owner = _owner(trainer)
     if first is None and "_prepare_inputs" in vars(owner) and not owner.__module__.startswith("transformers."):
         raise ValueError(
             f"`{owner.__name__}.compute_loss` takes what `_prepare_inputs` makes, such as answers that the model "
@@ -93,6 +93,11 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
 
 
+def _owner(trainer: Any) -> type:
+    """Return the class that defines the `compute_loss` of a trainer."""
+    return next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+
+
 def _own_loss(trainer: Any) -> str | None:
     """Say what makes the loss of a trainer its own, by the trainer's code and settings; `None` if nothing does."""
     if getattr(trainer, "compute_loss_func", None) is not None:
@@ -101,7 +106,7 @@ def _own_loss(trainer: Any) -> str | None:
         return f"`label_smoothing_factor` is {trainer.args.label_smoothing_factor}"
     if "compute_loss" in vars(trainer):
         return "it has a `compute_loss` of its own"
-    owner = next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
+    owner = _owner(trainer)
     package = owner.__module__.partition(".")[0]
     if package in ("transformers", "sentence_transformers", "builtins") or owner.__name__ == kind_of(trainer):
         return None

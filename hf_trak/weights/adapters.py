@@ -98,7 +98,7 @@ def check_placement(model: torch.nn.Module) -> None:
     loaded.
 
     Raises:
-        TypeError: `model` is not a module, but a name, a `Trainer`, or something else.
+        TypeError: `model` is not a module, but a name, a `Trainer`, or something else; or it is TorchScript.
         ValueError: FSDP1, or ZeRO-3 whose processes are gone, keeps only a part of a parameter in this process, or a
             parameter is on the meta device (offloaded to CPU or disk, or never loaded). Names the parameter and the
             supported way.
@@ -108,6 +108,12 @@ def check_placement(model: torch.nn.Module) -> None:
         raise TypeError(
             f"`model` is {given}. Expected the trained model itself, a `torch.nn.Module`. Load it with "
             "`AutoModelFor….from_pretrained(name)`; from a `Trainer`, use `TrakAttributor.from_trainer(trainer)`."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"`model` is TorchScript, {type(model).__name__}, whose layers cannot be looked into. Expected the module "
+            "that `torch.jit.script` or `torch.jit.trace` was given. Make it from its class, and load its "
+            "`state_dict()`."
         )
     fsdp1 = class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, module in model.named_modules() if fsdp1 is not None else ():

@@ -22,6 +22,11 @@ PACKAGES = {
         case.title: "setfit" if "setfit" in case.title else "sentence_transformers"
         for case in ecosystem.GROUPS["sentence-transformers"]
     },
+    **{
+        case.title: "torchao" if "torchao" in case.title else "bitsandbytes"
+        for case in ecosystem.GROUPS["Quantized, random, refused"]
+        if case.title.startswith("LoRA on")
+    },
 }
 
 

@@ -253,7 +253,7 @@ CALLS: dict[str, Mistake] = {
     "scores before features": (lambda w: w.new("none").attribute(FEW), "Nothing is featurized", "Call `featurize()`"),
     "tokens of a class": (
         lambda w: w.own.attribute(FEW, per_token=True),
-        "one label per sample",
+        "one number per target",
         "Leave `per_token` out",
     ),
     "a shortlist shorter than the answer": (
@@ -328,6 +328,8 @@ CALLS: dict[str, Mistake] = {
         "no argument `titel`",
         "did you mean `title`?",
     ),
+    "TorchScript": (lambda w: w.new(model=torch.jit.script(torch.nn.Linear(2, 3))), "is TorchScript", "Make it from"),
+    "a target to show": (lambda w: _asked(w).show(99), "`target` is 99", "Give the row"),
     "exampels=": (lambda w: _asked(w).show(0, exampels=3), "no argument `exampels`", "did you mean `examples`?"),
     "int3": (lambda w: w.own.convert(w.home / "c", "int3"), "`feature_dtype` is 'int3'", "'int2'"),
     "a comparison": (lambda w: w.own.fidelity(of="exakt"), "`of` is 'exakt'", "'index'"),

@@ -89,7 +89,7 @@ def test_nothing_stored_is_wrong(table: ModuleType) -> None:
 
 def test_pages_say_what_is_stored(command: ModuleType, table: ModuleType) -> None:
     rows = table.read(table.STORED)
-    page = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "pages" / "architectures.md").read_text(encoding="utf-8")
     classes = {name: head.auto for name, head in command.HEADS.items()}
     assert table.summary(rows, classes) in page
     tried = [found for found in rows.values() if found["error"] is not None]
@@ -101,7 +101,7 @@ def test_pages_say_what_is_stored(command: ModuleType, table: ModuleType) -> Non
 
 def test_page_names_every_class(command: ModuleType) -> None:
     """Those of the installed transformers, tried or not."""
-    page = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "pages" / "architectures.md").read_text(encoding="utf-8")
     classes = {name for name in dir(modeling_auto) if name.startswith("AutoModelFor")}
     assert classes - {head.auto for head in command.HEADS.values()} <= set(command.not_tried())
     assert not [name for name in sorted(classes) if f"`{name}`" not in page]

@@ -60,8 +60,8 @@ def of_one_text() -> pa.Table:
 
 
 def of_long_texts() -> pa.Table:
-    indices = pa.repeat(pa.scalar(0, pa.int32()), 2000)
-    return pa.table({"a": pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 8_000_000]))})
+    indices = pa.repeat(pa.scalar(0, pa.int32()), 3000)
+    return pa.table({"a": pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 900_000]))})
 
 
 def of_one_list() -> pa.Table:
@@ -77,6 +77,7 @@ def of_one_list() -> pa.Table:
         (of_one_text, "one row"),  # which only reading in pieces finds
         (of_one_text, "scores"),
         (of_long_texts, "scores"),
+        (of_long_texts, "one row"),
     ],
 )
 def test_a_small_file_takes_little_memory(hub: Hub, client: Path, bomb: Callable[[], pa.Table], call: str) -> None:

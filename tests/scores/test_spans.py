@@ -193,5 +193,5 @@ def test_one_label_per_sample_has_no_parts(rows, tokenizer, tmp_path):
     attributor = TrakAttributor(
         tf.BertForSequenceClassification(config), TrakConfig(str(tmp_path)), labelled, processing_class=tokenizer
     )
-    with pytest.raises(TypeError, match="one label per sample"):
+    with pytest.raises(TypeError, match="one number per target"):
         attributor.attribute(labelled, per_token=True)
