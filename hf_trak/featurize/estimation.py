@@ -366,10 +366,9 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
             "`method` replays a run, and nothing is known of its steps here. Expected the attributor of the model, "
             "which finds its record. Use `TrakAttributor.from_trainer(trainer).estimate(...)`."
         )
-    together = max(1, min(m, int(args.curvature.memory * 2**30) // run.memory(1)))
-    share = method.hessian_share or 1.0
-    sweeps, alone = math.ceil(m / together), run.passes(0, share)
-    passes = alone * sweeps + run.passes(m, share) - alone
+    together = max(1, min(m, int(args.curvature.memory * 2**30) // (run.memory(1) - run.memory(0))))
+    sweeps, alone = math.ceil(m / together), run.passes(0)
+    passes = alone * (sweeps - 1) + run.passes(m, method.hessian_share)
     results = 8 * m * (n + 2 * run.steps) + 16 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before

@@ -162,7 +162,7 @@ class RunReplay:
         Args:
             question: what is asked, as in [`plan`], which is not computed again.
         """
-        change = 0.1 * self._found(question, self._chosen(question)).settings.mean(2)
+        change = 0.1 * self.results(question).settings.mean(2)
         half = change.shape[1] // 2
         texts = {
             name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
@@ -171,6 +171,18 @@ class RunReplay:
             if bool(one.isfinite().all())
         }
         return {"run": str(self.summary()).splitlines()[0], **texts}
+
+    def results(self, question: Question) -> SweepResult:
+        """Return what the sweeps of all targets found.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            ValueError: there are several checkpoints.
+            All that [`plan`] raises.
+        """
+        return self._found(question, self._chosen(question))
 
     def _found(self, question: Question, method: Replay) -> SweepResult:
         """Return what the sweeps of all targets found, with a share that is chosen."""

@@ -18,7 +18,7 @@ from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.hub.scores import check_scores
 from hf_trak.methods import Replay
 
-PLAIN = Replay(of="run", smoothing=0.0)
+PLAIN = Replay(of="run", smoothing=0.0, hessian_share=1.0)
 
 
 def weighted(weights: RowWeights) -> Any:
@@ -94,7 +94,7 @@ def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=2, method=PLAIN)
     last = last_result(attributor)
-    (found,) = RunReplay(attributor.features, PLAIN).results(last.question)
+    found = RunReplay(attributor.features, PLAIN).results(last.question)
     assert found.settings.shape == (2, 9, len(EVAL))
     change = 1e-5
     for place, name in enumerate(("lr", "weight_decay")):
@@ -120,14 +120,14 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     cost = attributor.estimate(len(EVAL), method=PLAIN).stages["replay"]
     assert cost.passes == 3 * ROWS * (2 + 2 * len(EVAL))
     half = attributor.estimate(EVAL, method=Replay(of="run", hessian_share=0.5)).stages["replay"]
-    assert half.passes == 3 * ROWS * (2 + len(EVAL))
+    assert half.passes == 3 * ROWS * (2 + 2 / 3 * len(EVAL))
     attributor.attribute(EVAL, top_k=None, method=PLAIN)
     place = tmp_path / "trak" / "experiments"
     files = list(place.rglob("scores.safetensors"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(cost.disk, abs=700)
     measured = attributor.estimate(EVAL, measure=True, method=PLAIN)
     assert measured.stages["replay"].seconds == cost.passes / measured.rows_per_second
-    attributor.args.curvature.memory = 2.5 * cost.memory / len(EVAL) / 2**30
+    attributor.args.curvature.memory = 2.5 * 32 * attributor.trajectory().parameters / 2**30
     assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 2 + 2 * len(EVAL))
     with pytest.raises(ValueError, match="nothing is known of its steps"):
         attributor.features.estimate(1, method=PLAIN)
