@@ -93,7 +93,7 @@ class RunReplay:
             if n != trained:
                 raise HfTrakError(
                     f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
-                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                    "the run, in their order. Give its training dataset."
                 )
 
         self._collated = batches.collated
@@ -162,7 +162,8 @@ class RunReplay:
         Args:
             question: what is asked, as in [`plan`], which is not computed again.
         """
-        change = 0.1 * self.results(question).settings.mean(2)
+        method = self._chosen(question)
+        change = 0.1 * self._found(question, method).settings.mean(2)
         half = change.shape[1] // 2
         texts = {
             name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
@@ -170,19 +171,9 @@ class RunReplay:
             for name, one in zip(("learning rate", "weight decay"), change, strict=True)
             if bool(one.isfinite().all())
         }
-        return {"run": str(self.summary()).splitlines()[0], **texts}
-
-    def results(self, question: Question) -> SweepResult:
-        """Return what the sweeps of all targets found.
-
-        Args:
-            question: what is asked.
-
-        Raises:
-            ValueError: there are several checkpoints.
-            All that [`plan`] raises.
-        """
-        return self._found(question, self._chosen(question))
+        curvature = f"{method.products} of {method.hessian_share:.0%} of the rows of each step"
+        run = str(self.summary()).splitlines()[0]
+        return {"projection": f"none: replay of the run, {curvature}", "run": run, **texts}
 
     def _found(self, question: Question, method: Replay) -> SweepResult:
         """Return what the sweeps of all targets found, with a share that is chosen."""

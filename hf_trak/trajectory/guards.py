@@ -54,7 +54,8 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
             f"from all. Expected {GRID_AGREEMENT} at least: weights at every {path.gap} steps are too few. Record "
             "them more often (`TrakCallback(record=True, every=...)`)."
         )
-    growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
+    # No score depends on what is before the first step.
+    growth = max(torch.nan_to_num(found.growth[1:], nan=torch.inf).tolist(), default=0.0)
     if growth > GROWTH:
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"

@@ -230,11 +230,12 @@ class StepPasses:
         totals = [torch.zeros_like(one) for one in directions]
         wanted = [(one, places) for one, places in zip(batches, chosen, strict=True) if places]
         for (_, places), (passed, _, batch) in zip(wanted, self._drawn([one for one, _ in wanted]), strict=True):
-            index = torch.tensor(places, device=directions[0].device)
-            self._weighted.factors = (self.shares(passed, batch) * passed.scale)[index]
-            found = self._curvatures[form].of_groups(SplitBatch.of(batch).picked(places), directions)
-            for total, one in zip(totals, found, strict=True):
-                total += one
+            factors, split = self.shares(passed, batch) * passed.scale, SplitBatch.of(batch)
+            for part in [[place] for place in places] if self.task.row_by_row else [places]:
+                self._weighted.factors = factors[torch.tensor(part, device=factors.device)]
+                found = self._curvatures[form].of_groups(split.picked(part), directions)
+                for total, one in zip(totals, found, strict=True):
+                    total += one
         return totals
 
 

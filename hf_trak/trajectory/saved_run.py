@@ -176,7 +176,8 @@ class SavedRun:
 
     def logged(self) -> list[tuple[range, float]]:
         """Return the mean losses that the trainer logged, with the range of steps of each."""
-        return logged_losses(self.trainer, [str(one) for _, one in sorted(self.checkpoints.items())])
+        last = Path(self.trainer.args.output_dir) / f"checkpoint-{self.numbers.steps}"
+        return logged_losses(self.trainer, [*(str(one) for _, one in sorted(self.checkpoints.items())), str(last)])
 
 
 def logged_losses(trainer: Any, checkpoints: Sequence[str] = ()) -> list[tuple[range, float]]:
@@ -184,7 +185,7 @@ def logged_losses(trainer: Any, checkpoints: Sequence[str] = ()) -> list[tuple[r
 
     Args:
         trainer: the trainer.
-        checkpoints: directories that it saved, of which the last one has its log if it has not trained itself.
+        checkpoints: directories that it saved. The last one has the log of a trainer that has not trained itself.
     """
     history = trainer.state.log_history
     if not history:

@@ -38,14 +38,6 @@ def trainings(targets: int, share: float, form: CurvatureForm) -> float:
     return 2 + PRODUCTS[form] * share * targets
 
 
-def most_trainings(targets: int) -> float:
-    """Return the work of a sweep whose share is chosen, at most, with that of the choice."""
-    if (whole := trainings(targets, 1.0, "hessian")) <= BUDGET:
-        return whole
-    probe = trainings(2 * PROBED, PROBE_SHARE, "gauss-newton")
-    return probe + max(BUDGET, trainings(targets, LEAST, "gauss-newton"))
-
-
 def noise(first: Tensor, second: Tensor) -> float:
     """Estimate v from the scores of two draws of [`PROBE_SHARE`], `(n, m)` each, in the mean of targets."""
     deviations = [one.double() - one.double().mean(0) for one in (first, second)]

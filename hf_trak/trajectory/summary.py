@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hf_trak.trajectory.record import is_known
-from hf_trak.trajectory.share import most_trainings, trainings
+from hf_trak.trajectory.share import trainings
 from hf_trak.trajectory.states import RunPath
 from hf_trak.trajectory.sweep import sweep_bytes
 
@@ -56,16 +56,14 @@ class RunSummary:
             (rates[0], rates[-1], max(rates)), clipped, parameters,
         )  # fmt: skip
 
-    def passes(self, targets: int, hessian_share: float | None = None) -> float:
+    def passes(self, targets: int, hessian_share: float = 1.0) -> float:
         """Estimate the cost of a replay in forward and backward passes of a row, for each row of the training dataset.
 
         Args:
             targets (`int`): m.
-            hessian_share (`float`, *optional*): see [`~hf_trak.Replay`]. A share that is chosen takes this much at
-                most.
+            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`]. All rows have the Hessian,
+                a part of them the Gauss-Newton matrix.
         """
-        if hessian_share is None:
-            return self.epochs * most_trainings(targets)
         return self.epochs * trainings(targets, hessian_share, "hessian" if hessian_share == 1 else "gauss-newton")
 
     def memory(self, targets: int) -> int:

@@ -150,9 +150,24 @@ def train_and_die(directory: Path, number: int, after: bool) -> None:
     recorded(directory, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
 
 
-def replay_and_die(directory: Path, number: int, after: bool) -> None:
-    """Replay the last checkpoint of a recorded run, up to a kill."""
-    killed_at_file(number, after)
+def killed_at_product(number: int, after: bool) -> None:
+    """Kill this process at its n-th product with a curvature, before or after."""
+    multiply, count = StepPasses.curvature, [0]
+
+    def curvature(self: StepPasses, *given: Any) -> torch.Tensor:
+        count[0] += 1
+        found = multiply(self, *given) if after or count[0] != number else None
+        if count[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert found is not None
+        return found
+
+    StepPasses.curvature = curvature  # type: ignore[method-assign]
+
+
+def replay_and_die(directory: Path, moment: str, number: int, after: bool) -> None:
+    """Replay the last checkpoint of a recorded run, up to a kill at a `"file"` or a `"product"`."""
+    (killed_at_file if moment == "file" else killed_at_product)(number, after)
     replay_saved(directory)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from replay_runs import RowWeights, differences, outputs, recorded, replayed, sentences, tiny, trainer
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     BertConfig,
@@ -23,6 +24,7 @@ from hf_trak.methods import Replay
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
 from hf_trak.trajectory.dropout import DropoutMasks, random_state, taking_masks
+from hf_trak.trajectory.record import RunRecord
 
 ROWS = 3
 
@@ -63,6 +65,22 @@ def bert(attention: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     inputs = {"input_ids": torch.randint(0, 30, (ROWS, 11)), "attention_mask": torch.ones(ROWS, 11, dtype=torch.long)}
     inputs["attention_mask"][1, 6:] = 0
     return BertForSequenceClassification(config), inputs
+
+
+def test_a_classifier_at_its_defaults(tmp_path: Path) -> None:
+    """Its losses with the masks are those of the training, which is checked at every step, and rows have scores."""
+    torch.manual_seed(0)
+    rows = sentences(8, 0).map(lambda row, i: {"input_ids": row["input_ids"], "labels": i % 2}, with_indices=True)
+    run = recorded(tmp_path, bert("sdpa")[0], rows=rows)
+    found = replayed(run, tmp_path, Replay(of="run"), rows.select([0, 1]))
+    assert scores_of(found).abs().min() > 0
+    path = next((tmp_path / "trak").rglob("scores.safetensors"))
+    with safe_open(path, "pt") as file:
+        losses = file.get_tensor("losses")
+    steps = RunRecord.open(tmp_path / "trak" / "trajectory" / "run").steps()
+    torch.testing.assert_close(
+        losses, torch.tensor([one.loss for one in steps], dtype=torch.float64), rtol=1e-5, atol=0
+    )
 
 
 def vit(attention: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -56,22 +56,35 @@ class Function(Trainer):
         return token_losses(outputs["logits"].tanh(), labels).sum() / num_items_in_batch
 
 
+class Twice(Trainer):
+    """A loss that the model computes itself, so that rows go through it alone."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+def weighted() -> Any:
+    model = tiny()
+    model.loss_function = WEIGHTS
+    return model
+
+
 def scores_of(scored: Any) -> torch.Tensor:
     return torch.tensor(scored["trak_scores"], dtype=torch.float64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Smoothed, Classes, Function])
+@pytest.mark.parametrize("kind", [Smoothed, Classes, Function, Twice])
 def test_retraining_with_other_weights(tmp_path: Path, kind: type[Trainer]) -> None:
     """Central differences by the weight of a row in the trainer's own loss, in float64."""
     options = {"kind": kind, "label_smoothing_factor": 0.2 if kind is Smoothed else 0.0}
 
     def train() -> torch.Tensor:
-        other = trainer(tmp_path, **options)
+        other = trainer(tmp_path, weighted(), **options)
         other.train()
         return outputs(other.model)
 
-    run = recorded(tmp_path, **options)
+    run = recorded(tmp_path, weighted(), **options)
     found = scores_of(replayed(run, tmp_path, Replay(of="run", smoothing=0.0)))
     measured = differences(WEIGHTS, train)
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6

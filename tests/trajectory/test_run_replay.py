@@ -94,17 +94,23 @@ def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("number", [pytest.param(i, marks=[] if i == 5 else pytest.mark.slow) for i in range(1, 11)])
+MOMENTS = [*(("file", number) for number in range(1, 8)), *(("product", number) for number in (2, 5, 8))]
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [pytest.param(*one, marks=[] if one == ("file", 5) else pytest.mark.slow) for one in MOMENTS],
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_sweeps_go_on_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, after: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, after: bool
 ) -> None:
     monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)  # which is put back
     for place in ("a", "b"):
         run = recorded(tmp_path / place, tiny(dropout=0.1))
         torch.save(run.model.state_dict(), tmp_path / place / "last.pt")
     whole = scores_of(replay_saved(tmp_path / "a"))
-    code = in_process(replay_and_die, tmp_path / "b", number, after)
+    code = in_process(replay_and_die, tmp_path / "b", moment, number, after)
     assert code < 0
     assert torch.equal(scores_of(replay_saved(tmp_path / "b")), whole)
 
@@ -252,6 +258,22 @@ def test_runs_without_a_record(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.testing.assert_close(
         scores_of(replayed(run, tmp_path, method)), scores_of(replayed(run, tmp_path, Replay(of="run")))
     )
+
+
+def test_checkpoints_are_enough_for_a_new_trainer(tmp_path: Path) -> None:
+    """One with the same arguments, which has not trained, in a directory that has no record."""
+    options = {"save_strategy": "steps", "save_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    run = trainer(tmp_path, **options)
+    run.train()
+    tiny().save_pretrained(tmp_path / "out" / "checkpoint-0")
+    expected = scores_of(replayed(run, tmp_path / "a", Replay(of="run")))
+    model = type(run.model).from_pretrained(tmp_path / "out" / "checkpoint-9", dtype=torch.float64)
+    again = trainer(tmp_path, model, **options)
+    for one in (tmp_path / "out").rglob("training_args.bin"):
+        one.unlink()  # never read
+    assert torch.equal(scores_of(replayed(again, tmp_path / "b", Replay(of="run"))), expected)
+    states = RunReplay(TrakAttributor.from_trainer(again, config(tmp_path / "b")).features, Replay(of="run")).record
+    assert [steps for steps, _ in states.logged()] == [range(i, i + 1) for i in range(9)]
 
 
 def test_runs_without_first_weights_are_refused(tmp_path: Path) -> None:
