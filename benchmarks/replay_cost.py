@@ -1,11 +1,11 @@
 """What replays of a run cost, and how good they are for it: targets, share of the rows, steps and parameters.
 
-    python benchmarks/replay_run.py build --work replay --subsets 40
+    python benchmarks/replay.py run --work replay --cases gpt2
     python benchmarks/replay_cost.py --work replay
     python benchmarks/replay_cost.py --work replay --print
 
-The run and its retrainings are those of `replay_run.py`. Every case is a process of its own, whose figures are kept in
-`cost.json`, so that an interrupted benchmark goes on. Seconds are those of the processor.
+The run and its retrainings are the case `gpt2` of `replay.py`. Every case here is a process of its own, whose figures
+are kept in `cost.json`, so that an interrupted benchmark goes on. Seconds are those of the processor.
 """
 
 import argparse
@@ -14,17 +14,18 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import disable_progress_bars
-from replay_run import SHARES, _arrays, arguments, model_of, texts
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+from replay import SHARES, bank, recorded
+from replay_cases import CASES as TRAININGS
+from replay_cases import gpt2_config, help_texts
+from transformers import GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
-from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation import evaluate_lds
 from hf_trak.methods import Replay
 
@@ -35,51 +36,35 @@ CASES = {
     "m40 chosen": {"m": 40, "share": None},
     "m10 f0.2 T20": {"m": 10, "share": 0.2, "epochs": 1},
     "m10 f0.2 T120": {"m": 10, "share": 0.2, "epochs": 6},
-    "m10 f0.2 P358k": {"m": 10, "share": 0.2, "width": 120},
+    "m10 f0.2 wide": {"m": 10, "share": 0.2, "width": 120},
 }
 """Targets, share, and what is other than in the run of the bank: epochs and the width of the model."""
 
 
 def measured(work: Path, name: str, m: int, share: float | None, epochs: int = 3, width: int = 60) -> dict[str, Any]:
     """Train with a record, replay, and return the figures."""
-    _, train, targets, words = texts()
-    if width == 60:
-        model = model_of(work)
-    else:
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=2, n_head=4, n_embd=width, vocab_size=words, n_positions=64, resid_pdrop=0, embd_pdrop=0,
-                attn_pdrop=0, bos_token_id=0, eos_token_id=0,
-            )
-        )  # fmt: skip
-    place = work / "cost" / name.replace(" ", "-")
-    args = TrakConfig(str(place), per_device_batch_size=30, use_cpu=True)
-    run = Trainer(model, arguments(work, num_train_epochs=epochs), train_dataset=train)
-    begun = time.process_time()
-    run.train()
-    training = time.process_time() - begun
-    model = model_of(work) if width == 60 else type(model)(model.config)
-    callback = TrakCallback(args, record=True, overwrite=True)
-    run = Trainer(model, arguments(work, num_train_epochs=epochs), train_dataset=train, callbacks=[callback])
-    run.train()
-    attributor = TrakAttributor.from_trainer(run, args, "causal_lm")
+    case = replace(TRAININGS["gpt2"], targets=m, options={"num_train_epochs": epochs})
+    if width != 60:
+        case = replace(case, model=lambda place: GPT2LMHeadModel(gpt2_config(help_texts()[2], width)))
+    rows, targets = case.split()
+    place = work / "-".join(["cost", *name.split()])
+    place.mkdir(parents=True, exist_ok=True)
+    attributor = recorded(case, place, rows)
     summary, before = attributor.trajectory(), _peak()
     begun = time.process_time()
-    found = attributor.attribute(targets.select(range(m)), top_k=None, method=Replay(of="run", hessian_share=share))
+    found = attributor.attribute(targets, top_k=None, method=Replay(of="run", hessian_share=share))
     seconds = time.process_time() - begun
-    table = np.array(found["trak_scores"]).T
     figures: dict[str, Any] = {
-        "m": m, "seconds": round(seconds, 1), "training": round(training, 1), "steps": summary.steps,
-        "parameters": summary.parameters, "megabytes": round((_peak() - before) / 2**20),
-        "formula": round(summary.memory(m) / 2**20),
+        "seconds": round(seconds, 1), "training": json.loads((place / "about.json").read_text())["seconds"],
+        "steps": summary.steps, "parameters": summary.parameters,
+        "passes": round(summary.passes(m, share) / summary.epochs, 1),
+        "megabytes": round((_peak() - before) / 2**20), "formula": round(summary.memory(m) / 2**20),
     }  # fmt: skip
-    if share is not None:
-        figures["passes"] = round(summary.passes(m, share) / summary.epochs, 1)
     if width == 60 and epochs == 3:
-        for dropped in SHARES:
-            if (bank := work / f"without-{dropped:g}.npz").exists():
-                mean = evaluate_lds(table, *_arrays(bank, m)).mean
-                figures[f"{dropped:g}"] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
+        for title, dropped in SHARES.items():
+            if (truth := bank(case, work / "gpt2", dropped, 0, train=False)) is not None:
+                mean = evaluate_lds(np.array(found["trak_scores"]).T, *truth).mean
+                figures[title] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
     return figures
 
 
@@ -92,9 +77,9 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| case | steps | parameters | passes | seconds ÷ training | 1 % | 5 % | 50 % | MB (formula) |"]
     lines.append("|---" * 9 + "|")
     for name, one in results.items():
-        lds = [f"{one[f'{s:g}'][0]:.2f}" if f"{s:g}" in one else "" for s in SHARES]
+        lds = [f"{one[share][0]:.2f}" if share in one else "" for share in SHARES]
         lines.append(
-            f"| {name} | {one['steps']} | {one['parameters']:,} | {one.get('passes', '')} | "
+            f"| {name} | {one['steps']} | {one['parameters']:,} | {one['passes']} | "
             f"{one['seconds']} ÷ {one['training']} = {one['seconds'] / one['training']:.1f} | {' | '.join(lds)} | "
             f"{one['megabytes']} ({one['formula']}) |"
         )

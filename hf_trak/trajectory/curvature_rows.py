@@ -49,19 +49,18 @@ class RowDraws:
         reached = np.rint(np.cumsum(wanted * rows) - 1e-9).astype(int)
         return cls(np.clip(np.diff(reached, prepend=0), 1, totals).tolist(), seed)
 
-    def rows(self, sizes: Sequence[int], step: int, count: int, draw: int = 0) -> tuple[list[list[int]], float]:
-        """Return rows of a step.
+    def rows(self, sizes: Sequence[int], step: int, draw: int = 0) -> tuple[list[list[int]], float]:
+        """Return the rows of a step.
 
         Args:
             sizes: rows in each of the step's batches.
             step: number of the step.
-            count: number of rows.
             draw: 0, or 1 for other rows than those, as far as there are.
 
         Returns:
             The places of the rows in each batch, and the factor of their curvature: all rows by the chosen ones.
         """
-        total = sum(sizes)
+        total, count = sum(sizes), self.counts[step]
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, step]))
         order = generator.permutation(total).tolist()
         taken = sorted((order if draw == 0 else order[::-1])[:count])

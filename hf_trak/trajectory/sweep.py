@@ -20,7 +20,6 @@ from hf_trak.errors import HfTrakError, NonFiniteError
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
-from hf_trak.trajectory.common_directions import divided, inner_products
 from hf_trak.trajectory.curvature_rows import RowDraws
 from hf_trak.trajectory.optimizer_steps import AdamStep, Cotangents, Moments, OptimizerStep
 from hf_trak.trajectory.passes import ROW_BYTES, ROW_COPIES, CurvatureForm, StepPasses
@@ -42,6 +41,9 @@ _STATE = 4
 
 NORM_DEVIATION = 0.05
 """By how much the norm of the first gradient may differ from the training's, which half precision explains."""
+
+_SLICE = 2**20
+"""Parameters that are multiplied at a time, in float64."""
 
 TOGETHER = 8
 """Directions at most that are multiplied at a time, and by one process."""
@@ -261,33 +263,32 @@ class BackwardSweep:
                 for group, gamma in zip(groups, gammas, strict=True):
                     group.scores.index_add_(0, torch.tensor(part.rows), inner_products(part.gradients, gamma).cpu())
             curved = [self._curved(index, gamma, group.draw) for gamma, group in zip(gammas, groups, strict=True)]
-        for group, (parts, products) in zip(groups, curved, strict=True):
+        for group, products in zip(groups, curved, strict=True):
             if self.processes.num_processes > 1:  # each row comes from one of them, the others add zeros
                 products = self.processes.add(products.cpu()).to(products.device)
-            common = parts.shape[1]
-            group.cotangents.weights.add_(products[common:]).addmm_(parts, products[:common])
+            group.cotangents.weights.add_(products)
 
-    def _curved(self, index: int, gamma: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """Multiply what falls to this process of the directions of targets by the curvature of a step.
+    def _curved(self, index: int, gamma: Tensor, draw: int) -> Tensor:
+        """Multiply those directions of targets by the curvature of a step that fall to this process: `(m, P)`.
 
-        Returns:
-            The part of each target in the common directions, `(m, r)`, and the products of these and of the rests of
-            the targets, `(r + m, P)`, in which those of other processes are zero.
+        The products of other processes are zero.
         """
         batches, processes = self.path.steps[index].batches, self.processes
-        sizes = [len(one.rows) for one in batches]
-        common, parts, count = divided(gamma, sum(sizes), self._draws.counts[index])
-        rest = gamma - parts @ common if len(common) else gamma
-        found = gamma.new_zeros(len(common) + len(gamma), gamma.shape[1])
-        kinds = (common, found[: len(common)], sum(sizes)), (rest, found[len(common) :], count)
-        units = [(kind, low) for kind, (of, _, _) in enumerate(kinds) for low in range(0, len(of), TOGETHER)]
-        mine = units[processes.process_index :: processes.num_processes]
-        for kind, (directions, products, rows) in enumerate(kinds):
-            pieces = [slice(low, low + TOGETHER) for of, low in mine if of == kind]
-            if pieces:
-                chosen, weight = self._draws.rows(sizes, index, rows, draw)
-                given = [directions[piece] for piece in pieces]
-                curved = self.passes.curvature(batches, chosen, given, self.options.form)
-                for piece, one in zip(pieces, curved, strict=True):
-                    products[piece] = one * weight
-        return parts, found
+        chosen, weight = self._draws.rows([len(one.rows) for one in batches], index, draw)
+        found, lows = torch.zeros_like(gamma), range(0, len(gamma), TOGETHER)
+        pieces = [slice(low, low + TOGETHER) for low in lows[processes.process_index :: processes.num_processes]]
+        if pieces:
+            given = [gamma[piece] for piece in pieces]
+            curved = self.passes.curvature(batches, chosen, given, self.options.form)
+            for piece, one in zip(pieces, curved, strict=True):
+                found[piece] = one * weight
+        return found
+
+
+def inner_products(rows: Tensor, directions: Tensor) -> Tensor:
+    """Multiply rows `(B, P)` and directions `(m, P)`: `(B, m)`, in float64."""
+    total = torch.zeros(len(rows), len(directions), dtype=torch.float64, device=directions.device)
+    for first in range(0, rows.shape[1], _SLICE):
+        part = slice(first, first + _SLICE)
+        total += rows[:, part].double() @ directions[:, part].double().T
+    return total

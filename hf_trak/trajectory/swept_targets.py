@@ -1,10 +1,8 @@
 """A group of targets on their way back through the steps of a run, and its files.
 
-    <directory>/
-      back-<step>.safetensors       derivatives of the targets and scores, when the steps from this one on are behind
-      scores.safetensors            the result
-
-A group is swept as a whole: what its targets have in common gets more of the work.
+<directory>/
+  back-<step>.safetensors       derivatives of the targets and scores, when the steps from this one on are behind
+  scores.safetensors            the result
 """
 
 import re

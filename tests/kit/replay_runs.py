@@ -189,7 +189,8 @@ def replay_in_group(directory: str) -> dict[str, Any]:
         return curvature(self, batches, chosen, directions, form)
 
     StepPasses.curvature = watching  # type: ignore[method-assign]
-    return {"scores": replay_saved(Path(directory))["trak_scores"], "products": sum(counts)}
+    scores = [list(row) for row in replay_saved(Path(directory))["trak_scores"]]
+    return {"scores": scores, "products": sum(counts)}
 
 
 def watched(model: Any) -> list[list[int]]:

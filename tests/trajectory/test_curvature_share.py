@@ -10,7 +10,6 @@ import torch
 from replay_runs import recorded, replayed
 
 from hf_trak.methods import Replay
-from hf_trak.trajectory.common_directions import divided
 from hf_trak.trajectory.curvature_rows import RowDraws
 from hf_trak.trajectory.guards import GROWTH, warnings_of
 from hf_trak.trajectory.share import AGREEMENT, BUDGET, PROBE_SHARE, ShareChoice, agreement, noise, trainings
@@ -27,7 +26,7 @@ def test_rows_are_drawn_evenly_and_without_those_of_the_other_draw() -> None:
     draws = RowDraws.of([12] * 400, torch.ones(400), 0.25, 7)
     counts = torch.zeros(12)
     for step in range(400):
-        (places, factor), (others, _) = (draws.rows([4, 4, 4], step, draws.counts[step], draw) for draw in (0, 1))
+        (places, factor), (others, _) = (draws.rows([4, 4, 4], step, draw) for draw in (0, 1))
         assert factor == 4 and sum(map(len, places)) == sum(map(len, others)) == 3
         assert all(not {*chosen} & {*other} for chosen, other in zip(places, others, strict=True))
         for batch, chosen in enumerate(places):
@@ -92,7 +91,11 @@ def test_the_share_is_chosen_unless_given(
     assert torch.equal(few, scores_of(replayed(run, tmp_path, RUN)))
     caplog.clear()
     monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 4.0)
+    draws: list[torch.Tensor] = []
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.noise", lambda *given: draws.extend(given) or 1.0)
     chosen = scores_of(replayed(run, tmp_path, Replay(of="run")))
+    assert [one.shape for one in draws] == [few.T.shape] * 2
+    assert not torch.allclose(*draws)
     assert "The replay uses the curvature of 50% of the rows" in caplog.text
     assert "for 4 trainings. Expected 0.97, within 4 trainings. Set `hessian_share=" in caplog.text
     assert torch.equal(chosen, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))))
@@ -104,6 +107,7 @@ def found_of(**changes: Any) -> tuple[SweepResult, Any]:
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(50, 2, generator=generator, dtype=torch.float64)
     parts = {"scores": scores, "growth": torch.ones(4), "losses": torch.ones(4, dtype=torch.float64), **changes}
+    parts["settings"] = torch.zeros(2, 4, 2, dtype=torch.float64)
     steps = [SimpleNamespace(rows=range(50))]
     return SweepResult(**parts), SimpleNamespace(steps=steps, gap=5, logged=[(range(i, i + 1), 1.0) for i in range(4)])
 
@@ -154,40 +158,3 @@ def test_runs_without_the_weights_of_every_step_have_two_grids(
     caplog.clear()
     replayed(other, tmp_path / "every-step", RUN)
     assert "every second one" not in caplog.text
-
-
-def test_common_directions_have_less_noise_for_the_same_work() -> None:
-    """Products with sums of random curvatures of rows, of which all are known."""
-    generator = torch.Generator().manual_seed(2)
-    m, total, count, width = 24, 30, 6, 40
-    common = torch.randn(1, width, generator=generator)
-    gamma = torch.randn(m, 1, generator=generator) * common + 0.3 * torch.randn(m, width, generator=generator)
-    gamma *= torch.logspace(-3, 3, m).unsqueeze(1)
-    roots = torch.randn(total, width, 3, generator=generator)
-    curvatures = roots @ roots.mT
-
-    directions, parts, rows = divided(gamma, total, count)
-    assert len(directions) >= 1
-    assert len(directions) * total + m * rows <= m * count
-    torch.testing.assert_close(directions @ directions.T, torch.eye(len(directions)), atol=1e-4, rtol=0)
-    rest = gamma - parts @ directions
-    assert float((rest @ directions.T).abs().max() / gamma.abs().max()) < 1e-4
-
-    def error(estimate: torch.Tensor) -> float:
-        exact = gamma @ curvatures.sum(0)
-        return float(((estimate - exact).norm(dim=1) / exact.norm(dim=1)).square().mean())
-
-    plain = divided_errors = 0.0
-    for seed in range(20):
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        plain += error(gamma @ curvatures[order[:count]].sum(0) * (total / count))
-        sampled = rest @ curvatures[order[:rows]].sum(0) * (total / rows)
-        divided_errors += error(sampled + parts @ (directions @ curvatures.sum(0)))
-    assert divided_errors < 0.6 * plain
-
-
-def test_targets_without_anything_in_common_have_no_common_directions() -> None:
-    gamma = torch.linalg.qr(torch.randn(40, 8, generator=torch.Generator().manual_seed(3)))[0].T.contiguous()
-    for given, count in ((gamma, 6), (gamma[:1], 6), (torch.ones(8, 40), 30), (torch.zeros(8, 40), 6)):
-        directions, parts, rows = divided(given, 30, count)
-        assert (len(directions), parts.shape, rows) == (0, (len(given), 0), count)

@@ -19,7 +19,7 @@ from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.hub.scores import check_scores
 from hf_trak.methods import Replay
 
-PLAIN = Replay(of="run", smoothing=0.0)
+PLAIN = Replay(of="run", smoothing=0.0, hessian_share=1.0)
 
 
 def weighted(weights: RowWeights) -> Any:
@@ -95,7 +95,7 @@ def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=2, method=PLAIN)
     last = last_result(attributor)
-    (found,) = RunReplay(attributor.features, PLAIN).results(last.question)
+    found = RunReplay(attributor.features, PLAIN)._found(last.question, PLAIN)
     assert found.settings.shape == (2, 9, len(EVAL))
     change = 1e-5
     for place, name in enumerate(("lr", "weight_decay")):
