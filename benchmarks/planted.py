@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -70,13 +71,16 @@ def weights_of_package() -> Path:
     return Path(found.origin).parent
 
 
+STATES: WeakKeyDictionary[torch.nn.Module, dict[bytes, torch.Tensor]] = WeakKeyDictionary()
+"""What `Lower` computed, outside of the model, whose content identifies its features."""
+
+
 class Lower(torch.nn.Module):
     """The layers below the adapters, which nothing changes: their states are computed once for each row of tokens."""
 
     def __init__(self, layers: torch.nn.Module) -> None:
         super().__init__()
         self.layers = (layers.requires_grad_(False).eval(),)  # hidden from what lists parameters
-        self.known: dict[bytes, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> "Lower":
         return self
@@ -89,10 +93,11 @@ class Lower(torch.nn.Module):
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the states of the tokens of one row; padding comes last, and changes none before it."""
         key = ids.numpy().tobytes()
-        if key not in self.known:
+        known = STATES.setdefault(self.layers[0], {})
+        if key not in known:
             with torch.no_grad():
-                self.known[key] = self.layers[0](input_ids=ids.unsqueeze(0)).last_hidden_state[0]
-        return self.known[key]
+                known[key] = self.layers[0](input_ids=ids.unsqueeze(0)).last_hidden_state[0]
+        return known[key]
 
 
 class FineTune:
