@@ -181,7 +181,7 @@ def test_required_fields_can_come_from_the_yaml(tmp_path, capsys):
 
 def test_there_is_at_least_one_row() -> None:
     assert DataArguments(max_train_samples=1).max_train_samples == 1
-    with pytest.raises(ValueError, match="`max_train_samples` is 0. Expected at least 1"):
+    with pytest.raises(ValueError, match=r"`max_train_samples` is 0\. Expected at least 1"):
         DataArguments(max_train_samples=0)
 
 
