@@ -234,10 +234,6 @@ def test_open_files_meta_tensors_and_values_that_contain_themselves_are_refused(
     endless.append(endless)
     with pytest.raises(TypeError, match="a list at more than 100 levels of nesting, or one that contains itself"):
         digest_of(endless)
-    point = Point(1.0, 2.0)
-    point.x = point  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="more than 100 levels"):
-        digest_of(point)
     chained = Plain()
     chained.next = chained  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="more than 100 levels"):
