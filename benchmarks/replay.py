@@ -163,8 +163,8 @@ def run(work: Path, name: str, methods: list[str]) -> None:
         bank(case, place, SHARES[share], 0, True)
     for order in range(1, case.orders + 1):
         bank(case, place, 0.05, order, True)
-    results = read()
-    results[name] = judge(case, place, results.get(name, {}))
+    found = judge(case, place, read().get(name, {}))
+    results = {**read(), name: found}
     text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(results, indent=1))
     RESULTS.write_text(text + "\n")
     for method, figures in results[name]["methods"].items():
@@ -184,9 +184,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     lines = [_line(header), _rule(len(header))]
     for one in cases.values():
         about, counts = one["about"], sorted({*one["retrainings"].values()})
-        cells = (about["title"], f"{about['parameters']:,}", about["rows"], about["steps"],
-                 f"{about['losses'][0]:.2f}, {about['losses'][-1]:.2f}", ", ".join(map(str, counts)),
-                 f"{about['seconds']:.1f} s")  # fmt: skip
+        losses = ", ".join(f"{loss:.2f}" for loss in about["losses"][:: max(1, len(about["losses"]) - 1)])
+        cells = (about["title"], f"{about['parameters']:,}", about["rows"], about["steps"], losses,
+                 ", ".join(map(str, counts)), f"{about['seconds']:.1f} s")  # fmt: skip
         lines.append(_line(cells))
     found["cases"] = "\n".join(lines)
     lines = [_line(("seconds", *SHOWN)), _rule(len(SHOWN) + 1)]

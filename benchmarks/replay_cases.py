@@ -251,7 +251,7 @@ def of_help(title: str, model: Callable[[Path], nn.Module] = fine_tuned, **more:
 
 CASES = {
     "lr": Case("logistic regression, digits", IMAGE, images, seeded(linear),
-               {"learning_rate": 1e-2, "num_train_epochs": 4}, retrainings=40),
+               {"learning_rate": 1e-2, "num_train_epochs": 4}),
     "mlp": Case("MLP, digits", IMAGE, images, seeded(perceptron),
                 {"learning_rate": 3e-3, "num_train_epochs": 4}, retrainings=40),
     "cnn": Case("CNN, digits", IMAGE, images, seeded(cnn),
@@ -260,12 +260,19 @@ CASES = {
     "bert": Case("BERT, Python's packages", TEXT, lambda: documented()[0], bert(0.0),
                  {"learning_rate": 1e-3, "num_train_epochs": 4}),
     "bert-dropout": Case("BERT, dropout .1", TEXT, lambda: documented()[0], bert(0.1),
-                         {"learning_rate": 1e-3, "num_train_epochs": 4}),
-    "lora": Case("Llama, LoRA, fine-tune", LM, descriptions, adapted, {"learning_rate": 5e-3}, orders=3),
+                         {"learning_rate": 1e-3, "num_train_epochs": 4}, retrainings=16),
+    "lora": Case("Llama, LoRA at 5e-3, fine-tune", LM, descriptions, adapted, {"learning_rate": 5e-3}, orders=3),
+    "lora-cool": Case("Llama, LoRA at 1e-3, fine-tune", LM, descriptions, adapted, {"learning_rate": 1e-3},
+                      retrainings=16),
     "gpt2": of_help("GPT-2, fine-tune on 600 rows", rows=600, retrainings=40),
-    "gpt2-300": of_help("GPT-2, on 300 rows", orders=3),
-    "gpt2-warmup": of_help("GPT-2, 300 rows, 10 % warmup", options={"warmup_steps": 0.1}),
-    "gpt2-sgd": of_help("GPT-2, 300 rows, SGD with momentum", options={
+    "gpt2-unfinished": Case("GPT-2, 600 rows, first training unfinished", LM, descriptions, unfinished,
+                            rows=600, targets=40, retrainings=40),
+    "gpt2-300": of_help("GPT-2, 300 rows", orders=2),
+    "gpt2-warmup": of_help("GPT-2, 150 rows, 10 % warmup", rows=150, retrainings=16,
+                           options={"warmup_steps": 0.1}),
+    "gpt2-sgd": of_help("GPT-2, 150 rows, SGD at 2e-2", rows=150, retrainings=16, options={
         "optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 2e-2}),
-    "gpt2-dropout": of_help("GPT-2, 300 rows, dropout .1", with_dropout),
+    "gpt2-sgd-cool": of_help("GPT-2, 150 rows, SGD at 5e-3", rows=150, retrainings=16, options={
+        "optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 5e-3}),
+    "gpt2-dropout": of_help("GPT-2, 150 rows, dropout .1", with_dropout, rows=150, retrainings=16),
 }  # fmt: skip

@@ -26,6 +26,9 @@ from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
+from hf_trak.featurize.calibrating import calibrate
+from hf_trak.featurize.calibration import Calibration
+from hf_trak.featurize.choosing import choose
 from hf_trak.featurize.converting import converted
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.estimation import Estimate
@@ -39,6 +42,7 @@ from hf_trak.featurize.fidelity import (
 )
 from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.question import Question
+from hf_trak.featurize.recommending import Recommendation, recommend
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.featurize.search import SearchIndex, build_search
@@ -475,7 +479,8 @@ class TrakAttributor:
                 `"index"` scores with the stored features, `"exact"` with whole gradients under a fitted curvature,
                 `"rerank"` with whole gradients those rows that the features rank first, and `"replay"` with the steps
                 of the run, of the last checkpoint. [`~hf_trak.Index`], [`~hf_trak.Exact`], [`~hf_trak.Rerank`] and
-                [`~hf_trak.Replay`] have options. `"auto"` is `"index"`.
+                [`~hf_trak.Replay`] have options. `"auto"` is the index, at the ridge that `calibrate` has found, or
+                what a larger `TrakConfig(budget=...)` allows, and logs what it is and why.
             per (`str`, *optional*, defaults to `"target"`):
                 `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
@@ -520,8 +525,7 @@ class TrakAttributor:
             raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train'.")
         if top_k is not None and not is_int(top_k, 1):
             raise ValueError(f"`top_k` is {top_k!r}. Expected an integer of at least 1, or `None` for every score.")
-        chosen = checked_method(method)
-        check_best_rows(chosen, top_k, per)
+        check_best_rows(checked_method(method), top_k, per)
         if part is not None:
             if not isinstance(part, Span) or labels_of(self.task) is None:
                 raise TypeError(
@@ -535,8 +539,9 @@ class TrakAttributor:
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
             if not per_token:
-                return self._attributed(eval_dataset, top_k, chosen, per, group_by, name, checkpoints)
-            self._check_breakdown(eval_dataset, top_k, chosen, per, group_by)
+                return self._attributed(eval_dataset, top_k, method, per, group_by, name, checkpoints)
+            self._check_breakdown(eval_dataset, top_k, method, per, group_by)
+            chosen = self._asked(eval_dataset, method, name, checkpoints, None)[0]
             batches = self.features.featurizer().batches(eval_dataset, "target")
             singles = single_labels(self.task, batches, eval_dataset)
             scored = self._attributed(eval_dataset, top_k, chosen, per, None, name, checkpoints)
@@ -549,20 +554,40 @@ class TrakAttributor:
         self,
         eval_dataset: Any,
         top_k: int | None,
-        method: AnyMethod,
+        method: Method,
         per: Literal["target", "train"],
         group_by: GroupBy | None,
         name: str | None,
         checkpoints: Checkpoints,
     ) -> HFDataset:
         """Ask, attach the columns of the answer, and remember the result."""
-        question = self._question(eval_dataset, method, name, checkpoints, group_by)
-        found = answer(self.features, question, method, top_k, per)
+        listed = top_k if per == "target" else None
+        chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed)
+        found = answer(self.features, question, chosen, top_k, per)
         rows = self.train_dataset if per == "train" else question.rows
         scored = attach_columns(without_rerank_columns(rows), found.columns)
         if per == "target":
             self._last = LastResult(scored, question, found)
         return scored
+
+    def _asked(
+        self,
+        eval_dataset: Any,
+        method: Method,
+        name: str | None,
+        checkpoints: Checkpoints,
+        group_by: GroupBy | None,
+        top_k: int | None = None,
+    ) -> tuple[Any, Question]:
+        """Check what is asked, and choose the method of `"auto"`."""
+        chosen: Any = checked_method(method)
+        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
+        if method != "auto":
+            return chosen, question
+        chosen = choose(self.features, question, top_k)
+        if isinstance(chosen, Replay):
+            question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
+        return chosen, question
 
     def _question(
         self,
@@ -582,7 +607,7 @@ class TrakAttributor:
         )
 
     def _check_breakdown(
-        self, eval_dataset: Any, top_k: int | None, method: AnyMethod, per: str, group_by: GroupBy | None
+        self, eval_dataset: Any, top_k: int | None, method: Method, per: str, group_by: GroupBy | None
     ) -> None:
         """Refuse to break scores down by tokens that are no top-k result from scores of all rows."""
         method_of_all_rows(method)
@@ -592,6 +617,36 @@ class TrakAttributor:
                 "best rows of each target, whose scores are broken down. Leave the others out."
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
+
+    def calibrate(self, eval_dataset: Any, targets: int = 6, by: Replay | None = None) -> Calibration:
+        """Replay a few targets of the run, and find the method whose scores agree with them best.
+
+        The index at several ridges, EK-FAC at several dampings, the hybrid and refined targets are judged, as many as
+        take no longer than the replay, and weighted sums of the best of each kind. The choice is that by which scores
+        of targets that are left out agree best. It is kept beside the index, published with it, and taken by
+        `method="auto"` from then on, as far as `TrakConfig(budget=...)` allows, until weights, rows or the record of
+        the run are others.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The targets, from which some are drawn.
+            targets (`int`, *optional*, defaults to 6):
+                Number of targets to replay, at least 3; all if there are fewer.
+            by ([`~hf_trak.Replay`], *optional*):
+                The replay that judges. By default that of the run, which `TrakCallback(record=True)` has recorded.
+                `Replay()` judges by the recipe, for which the trainer is enough.
+
+        Returns:
+            [`~hf_trak.featurize.calibration.Calibration`]: the figures of all methods, and the choice; `print` shows
+            them.
+
+        Raises:
+            ValueError: there are fewer than 3 targets.
+            IncompleteStoreError: nothing is featurized yet, or the run has no record.
+            HfTrakError: the run cannot be replayed.
+            StoreError: the record is damaged, or the choice cannot be written.
+        """
+        return calibrate(self.features, eval_dataset, targets, by)
 
     def trajectory(self, name: str = "run") -> RunSummary:
         """Describe the run of the model: its steps, weights and rates, and what `Replay(of="run")` costs.
@@ -782,7 +837,6 @@ class TrakAttributor:
         *,
         method: Method = "auto",
         group_by: GroupBy | None = None,
-        name: str | None = None,
         checkpoints: Checkpoints = None,
     ) -> HFDataset:
         """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
@@ -792,7 +846,7 @@ class TrakAttributor:
                 The targets.
             train_group_by (`str` or a sequence):
                 A column of the training dataset, or one value per training row.
-            method, group_by, name, checkpoints:
+            method, group_by, checkpoints:
                 As in [`~TrakAttributor.attribute`]. The method scores all rows: `"index"`, `"exact"` or `"replay"`.
 
         Returns:
@@ -803,9 +857,9 @@ class TrakAttributor:
         Raises:
             As `attribute`; ValueError or TypeError if the column is unknown or cannot form groups.
         """
-        chosen = method_of_all_rows(method)
+        method_of_all_rows(method)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
+        chosen, question = self._asked(eval_dataset, method, None, checkpoints, group_by)
         sums = train_groups.sums(planned(self.features, question, chosen).blocks)
         return attach_columns(question.rows, group_score_columns(sums, train_groups))
 
@@ -848,11 +902,11 @@ class TrakAttributor:
         """
         n = selection_size(n, self.features.train_size)
         check_criterion(criterion)
-        chosen = method_of_all_rows(method)
+        method_of_all_rows(method)
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        question = self._question(eval_dataset, chosen, None, checkpoints, group_by)
+        chosen, question = self._asked(eval_dataset, method, None, checkpoints, group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
@@ -1013,14 +1067,30 @@ class TrakAttributor:
             run = RunReplay(self.features, chosen).summary()
         return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
+    def recommend(self, eval_dataset: Any) -> Recommendation:
+        """Say what to take for these targets: a method for each budget, with its time, disk and expected quality.
+
+        The quality is that of calibration, or the linear datamodeling score of models like this one on the banks. A
+        few batches are featurized to measure the time.
+
+        Args:
+            eval_dataset (`Dataset` or `int`):
+                The targets, or their number.
+
+        Returns:
+            [`~hf_trak.featurize.recommending.Recommendation`]: three rows and the calls to copy; `print` shows them.
+
+        Raises:
+            IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
+            StoreError: a calibration or a record is damaged.
+        """
+        return recommend(self.features, eval_dataset)
+
     def push_to_hub(
         self,
         repo_id: str,
         *,
         private: bool = True,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
         **facts: Any,
     ) -> CommitInfo:
         """Publish the index as a dataset repo, with a card: see [`hf_trak.hub.push_index`].
@@ -1034,16 +1104,11 @@ class TrakAttributor:
                 The dataset repo, created if need be.
             private (`bool`, *optional*, defaults to `True`):
                 Create a private repo, and refuse a public one. `False` creates a public repo.
-            token (`str` or `bool`, *optional*):
-                As in `huggingface_hub`. It is passed on and never written anywhere.
-            revision (`str`, *optional*):
-                The branch, created if need be.
-            create_pr (`bool`, *optional*, defaults to `False`):
-                Open a pull request instead.
             facts:
                 `model_name` and `model_revision` (the model repo), `checkpoints` (model ids to
                 `"hf://user/model@revision"`), `lds`, `fidelity`, `commit_message`; `curvature=False` leaves curvatures
-                out.
+                out. `token` is as in `huggingface_hub`, and never written anywhere; `revision` is the branch, created
+                if need be; `create_pr=True` opens a pull request instead.
 
         Returns:
             `huggingface_hub.CommitInfo`: the commit.
@@ -1057,8 +1122,8 @@ class TrakAttributor:
         """
         from hf_trak.hub.push import Destination, push_attributor  # loaded by those who publish or use indexes
 
-        message = facts.pop("commit_message", None)
-        destination = Destination(repo_id, private, token, revision, create_pr, message)
+        names = ("token", "revision", "create_pr", "commit_message")
+        destination = Destination(repo_id, private, **{name: facts.pop(name) for name in names if name in facts})
         return push_attributor(self.features, destination, **facts)
 
 

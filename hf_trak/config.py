@@ -19,6 +19,7 @@ SolverName = Literal["auto", "primal", "dual", "low_rank"]
 CurvatureName = Literal["ekfac", "shampoo", "kfac", "diagonal", "identity", "hybrid"]
 ExactDtype = Literal["float32", "bfloat16"]
 CurvatureLabels = Literal["sampled", "empirical"]
+BudgetName = Literal["fast", "balanced", "best"]
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int2": 2, "int1": 1}
 """Bits per number, by `feature_dtype`."""
@@ -171,6 +172,9 @@ class TrakConfig:
             Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         use_cpu (`bool`, *optional*, defaults to `False`):
             Whether to stay on the CPU even if the machine has an accelerator.
+        budget (`str`, *optional*, defaults to `"fast"`):
+            What `method="auto"` may take: `"fast"` is the index, `"balanced"` the best method that takes at most a
+            minute or as long as featurizing, and `"best"` the best one.
 
     Raises:
         ValueError: an argument is out of range, or of the wrong type.
@@ -193,6 +197,7 @@ class TrakConfig:
     label_names: list[str] | None = None
     remove_unused_columns: bool = True
     use_cpu: bool = False
+    budget: BudgetName = "fast"
 
     def __post_init__(self) -> None:
         if not isinstance(self.output_dir, str | os.PathLike) or not str(self.output_dir):
@@ -203,6 +208,7 @@ class TrakConfig:
         self.curvature = _as_curvature(self.curvature)
         for name, choices in (
             ("engine", get_args(EngineName)),
+            ("budget", get_args(BudgetName)),
             ("feature_dtype", (None, *get_args(FeatureDtype))),
             ("model_dtype", (None, *get_args(ModelDtype))),
         ):

@@ -1,8 +1,13 @@
 """Shared fixtures: nothing here reaches a network; models are built from configs and trained in seconds."""
 
+import atexit
 import gc
+import importlib.util
 import logging
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +15,12 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of two workers on two cores wait for each other
+if sys.dont_write_bytecode and not os.path.exists(importlib.util.find_spec("datasets").cached):
+    # Where images forbid to write bytecode and installers write none, all processes would compile all libraries.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp(prefix="hf_trak-bytecode-")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 import pytest
 import torch

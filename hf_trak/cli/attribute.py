@@ -27,7 +27,7 @@ from hf_trak.cli.parser import (
 from hf_trak.cli.record import remembered
 from hf_trak.cli.training import trainer_of
 from hf_trak.config import TrakConfig
-from hf_trak.methods import Exact, Replay, Rerank, check_best_rows
+from hf_trak.methods import Exact, Replay, Rerank, check_best_rows, checked_method
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
@@ -83,7 +83,7 @@ class RunArguments(MethodArguments):
         for name in ("top_k", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"`{name}` is {value}. Expected at least 1.")
-        check_best_rows(self.chosen(), None if self.all_scores else self.top_k, "target")
+        check_best_rows(checked_method(self.chosen()), None if self.all_scores else self.top_k, "target")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.hub.remote_rows import RemoteRows
-from hf_trak.methods import AnyMethod, Exact, Index, MethodName, Replay, Rerank
+from hf_trak.methods import Exact, Index, Method, MethodName, Replay, Rerank
 from hf_trak.modelout_functions import get_task, infer_task
 from hf_trak.store.atomic import differing
 from hf_trak.store.sealed import write_sealed
@@ -31,8 +31,9 @@ class MethodArguments:
     method: MethodName = field(
         default="auto",
         metadata={
-            "help": "Score with the features (`index`, as `auto` does), with whole gradients under a curvature "
-            "(`exact`), with those of the rows that the features rank first (`rerank`), or with the run (`replay`)."
+            "help": "Score with the features (`index`), with whole gradients under a curvature (`exact`), with those "
+            "of the rows that the features rank first (`rerank`), or with the run (`replay`). `auto` is the index, "
+            "unless `--budget` allows more."
         },
     )
     rerank_rows: int | None = field(
@@ -65,9 +66,11 @@ class MethodArguments:
                 )
         self.chosen()  # which refuses values
 
-    def chosen(self) -> AnyMethod:
-        """Return the method with its options."""
+    def chosen(self) -> Method:
+        """Return the method with its options; `"auto"` without any, which the budget decides."""
         index = Index(self.first_pass_bytes, self.candidates)
+        if self.method == "auto" and index == Index():
+            return "auto"
         if self.method == "rerank":
             rows = Rerank.rows if self.rerank_rows is None else self.rerank_rows
             return Rerank(rows, refine=self.refine, index=index)

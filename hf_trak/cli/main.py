@@ -51,6 +51,7 @@ GROUPS = {
     },
     "This machine": {
         "estimate": Command("estimate", "estimate time, memory and disk space before anything runs"),
+        "recommend": Command("recommend", "recommend a method for each budget, with its time and expected quality"),
         "selftest": Command("selftest", "check kernels, engines and a tiny run on this machine"),
         "env": Command("selftest", "print versions, for a bug report", function="run_env"),
     },

@@ -98,10 +98,12 @@ def _arguments(given: str | None) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    for read in (json.loads, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _json(path: Path) -> dict[str, Any]:

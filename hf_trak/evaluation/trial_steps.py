@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_trak.data.rows import RowBatches
+from hf_trak.data.shared_words import bm25_scores
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.gradient_computers.base import gradients_of, one_per_sample, run_model
 from hf_trak.gradient_computers.environment import only_differentiating, pass_settings, removing
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
-from hf_trak.runtime.checks import required
 from hf_trak.weights.adapters import check_not_quantized, is_quantized
 
 _WHOLE = (torch.float32, torch.float64)
@@ -237,7 +237,7 @@ class SimilarRows:
         """
         ordered = sorted(candidates)
         if how == "bm25":
-            similarity = bm25_scores([_tokens(self._train, row) for row in ordered], _tokens(self._target, 0))
+            similarity = bm25_scores([_tokens(self._train, row) for row in ordered], [_tokens(self._target, 0)])[0]
         else:
             wanted = self._embedded(self._target, [0])
             similarity = (self._embedded(self._train, ordered) @ wanted.T).squeeze(1).double().numpy()
@@ -281,22 +281,6 @@ def _pooled(states: Tensor, batch: Any) -> Tensor:
         weights = mask.to(states).unsqueeze(2)
         return (states * weights).sum(1) / weights.sum(1).clamp_min(1)
     return states.flatten(1, -2).mean(1)
-
-
-def bm25_scores(documents: Sequence[Sequence[str]], query: Sequence[str]) -> np.ndarray:
-    """Compute BM25 of documents for a query, both lists of words: `(documents,)`.
-
-    Raises:
-        ImportError: `bm25s` is not installed.
-    """
-    message = (
-        "`similar` is 'bm25', which needs the package `bm25s`. Install it with `pip install bm25s`, or set "
-        "`similar='embeddings'`."
-    )
-    index = required("bm25s", message).BM25()
-    index.index([list(one) for one in documents], show_progress=False)
-    found: np.ndarray = index.get_scores(list(query))
-    return found
 
 
 def _tokens(batches: RowBatches, row: int) -> list[str]:

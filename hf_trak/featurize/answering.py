@@ -8,14 +8,15 @@ from hf_trak.featurize.question import Answer, Question
 from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.featurize.reranking import reranked, two_passes
 from hf_trak.featurize.run_replaying import RunReplay
-from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank, check_best_rows
+from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank, check_best_rows
 from hf_trak.scores.score_files import ScoreFiles
+from hf_trak.scores.scored_dataset import weighted_blocks
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 
 
 def planned(
-    model: FeaturizedModel, question: Question, method: Index | Exact | Replay, everywhere: bool = True
+    model: FeaturizedModel, question: Question, method: Index | Exact | Replay | Combination, everywhere: bool = True
 ) -> PlannedScores:
     """Plan the scores of all training rows, from features, from whole gradients, or from the run.
 
@@ -25,12 +26,16 @@ def planned(
         method: the method.
         everywhere: all training rows in every process, rather than those that fall to this one.
     """
+    if isinstance(method, Combination):
+        plans = [planned(model, question, one, everywhere) for one in method.methods]
+        identity = {"combined": [one.identity for one in plans], "weights": list(method.weights)}
+        return PlannedScores(identity, weighted_blocks([one.blocks for one in plans], method.weights))
     if isinstance(method, Replay) and method.of == "run":
         return RunReplay(model, method).plan(question)
     if not isinstance(method, Index):
         scores = ReplayScores(model, method) if isinstance(method, Replay) else ExactScores(model, method)
         return scores.plan(question, everywhere)
-    return model.plan(question, everywhere)
+    return model.plan(question, everywhere, method.lambda_relative)
 
 
 def answer(

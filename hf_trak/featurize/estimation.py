@@ -1,7 +1,7 @@
 """Arithmetic of what an attribution takes: parameters, disk, memory, time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,15 @@ from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
-from hf_trak.methods import Index, Method, Replay, Rerank, checked_method
+from hf_trak.methods import Combination, Exact, Index, Method, Replay, Rerank, checked_method
 from hf_trak.runtime.checks import byte_size, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
+from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice
 from hf_trak.trajectory.summary import RunSummary
+from hf_trak.trajectory.sweep import COPIES
 
 PASSES_PER_PRODUCT = 2
 
@@ -246,7 +248,18 @@ def estimate_sizes(
             not given.
     """
     chosen = checked_method(method)
+    if isinstance(chosen, Combination):
+        parts = [
+            estimate_sizes(
+                model, train_dataset, args, checkpoints=checkpoints, eval_dataset=eval_dataset, processes=processes,
+                rows_per_second=rows_per_second, method=one,
+            )
+            for one in chosen.methods
+        ]  # fmt: skip
+        return replace(parts[0], stages=_added(one.stages for one in parts))
     refinement = None if isinstance(chosen, Index | Replay) else chosen.refinement
+    if isinstance(chosen, Exact | Rerank) and chosen.curvature is not None:
+        args = replace(args, curvature=replace(args.curvature, kind=chosen.curvature))
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
         count_of(value, name, 1)
@@ -314,6 +327,21 @@ def estimate_sizes(
     )
 
 
+def _added(parts: Iterable[dict[str, Cost]]) -> dict[str, Cost]:
+    """Add up the stages of several methods. Features, their targets and a curvature are shared."""
+    total = dict[str, Cost]()
+    for stages in parts:
+        for name, one in stages.items():
+            found = total.setdefault(name, one)
+            if found is not one and name in ("exact targets", "exact scores", "refine"):
+                seconds = None if found.seconds is None or one.seconds is None else found.seconds + one.seconds
+                total[name] = Cost(
+                    found.disk + one.disk, max(found.scratch, one.scratch), max(found.memory, one.memory),
+                    found.passes + one.passes, seconds,
+                )  # fmt: skip
+    return total
+
+
 def _exact_stages(
     fit: FitCost, args: TrakConfig, checkpoints: int, n: int, m: int, scored: int, weights: int, last: str
 ) -> dict[str, Cost]:
@@ -359,6 +387,10 @@ def _replay_stages(total: int, method: Replay, checkpoints: int, n: int, m: int,
     }
 
 
+_NOISE = 1e9
+"""Noise of a share that wants all rows, which the budget of a replay then bounds."""
+
+
 def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int, m: int) -> Cost:
     """Work out the cost of a run that is followed back for m targets."""
     if run is None:
@@ -366,10 +398,15 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
             "`method` replays a run, and nothing is known of its steps here. Expected the attributor of the model, "
             "which finds its record. Use `TrakAttributor.from_trainer(trainer).estimate(...)`."
         )
-    together = max(1, min(m, int(args.curvature.memory * 2**30) // run.memory(1)))
-    share = method.hessian_share or 1.0
+    together = max(1, min(m, int(args.curvature.memory * 2**30) // (4 * COPIES * run.parameters)))
+    share, probed = method.hessian_share, 0.0
+    if share is None and (whole := ShareChoice.unmeasured(m, "hessian")) is not None:
+        share = whole.share
+    elif share is None:  # the largest that may come out of the two draws that are compared first
+        share = ShareChoice.measured(_NOISE, m, "gauss-newton").share
+        probed = run.passes(2 * min(PROBED, together), PROBE_SHARE)
     sweeps, alone = math.ceil(m / together), run.passes(0, share)
-    passes = alone * sweeps + run.passes(m, share) - alone
+    passes = probed + alone * sweeps + run.passes(m, share) - alone
     results = 8 * m * (n + 2 * run.steps) + 16 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before

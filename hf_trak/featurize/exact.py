@@ -82,7 +82,7 @@ class ExactScores:
         self.args = model.args
         self.rows = rows
         method = Exact() if method is None else method
-        self.refinement = method.refinement
+        self.refinement, self._damping = method.refinement, method.damping
         curvature = model.args.curvature
         curvature = curvature if method.curvature is None else replace(curvature, kind=method.curvature)
         self.hybrid = curvature.kind == "hybrid"
@@ -104,6 +104,8 @@ class ExactScores:
         """Return c in 1 / (Λ + c · mean Λ)."""
         if self.refinement is not None and self.refinement.damping is not None:
             return self.refinement.damping
+        if self._damping is not None:
+            return self._damping
         if self.args.curvature.damping is not None:
             return self.args.curvature.damping
         if self.refinement is not None:
@@ -194,7 +196,7 @@ class ExactScores:
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
             if absent and files.saved() is None:
                 raise _rows_not_at_hand()
-        source = FitBatches(self.model, self.train_task, self._curvature_tasks(), model_id)
+        source = FitBatches(self.model, self.train_task, self.curvature_tasks(), model_id)
         fit = CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device)
         curvature = fit.run(self._owned.chosen if owned and self._owned is not None else None)
         if curvature.scale == 0:
@@ -205,7 +207,7 @@ class ExactScores:
             )
         return curvature
 
-    def _curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
+    def curvature_tasks(self) -> dict[Stage, AbstractModelOutput]:
         """Return the task of each pass of a fit."""
         if self.args.curvature.labels == "empirical":
             return {"bases": self.train_task, "squares": self.train_task}

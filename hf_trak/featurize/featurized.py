@@ -159,6 +159,7 @@ class FeaturizedModel:
         self.revision = revision
         self.trainer = trainer
         self._train_fingerprint: str | None = None
+        self._rate: float | None = None
         self._store = store
         if getattr(model, "hf_device_map", None) is None and not is_sharded(model):
             model.to(self.device)
@@ -346,6 +347,16 @@ class FeaturizedModel:
                 run=run,
             )
 
+    def rate(self) -> float | None:
+        """Return the training rows that this run featurizes per second in one process, measured once.
+
+        All processes call this together; the main process's figure counts. It is `None` with fewer than 3 rows.
+        """
+        if self._rate is None and self.train_size >= 3:
+            mine = self.measured_rate()
+            self._rate = self.processes.broadcast_from_main(lambda: mine)
+        return self._rate
+
     def measured_rate(self) -> float:
         """Featurize a few batches in a temporary directory, and return the training rows per second of this process.
 
@@ -455,9 +466,13 @@ class FeaturizedModel:
     @property
     def scorer(self) -> Scorer:
         """Return the scorer: Gram matrices, ridge systems and score blocks of the store."""
+        return self.scorer_with(None)
+
+    def scorer_with(self, lambda_relative: float | None) -> Scorer:
+        """Return the scorer with a ridge; `None` for that of the configuration."""
         args = self.args
-        ridge = (args.lambda_relative, args.solver_kind, args.solver_rank)
-        return Scorer(self.store, self.processes, self.device, *ridge)
+        ridge = args.lambda_relative if lambda_relative is None else lambda_relative
+        return Scorer(self.store, self.processes, self.device, ridge, args.solver_kind, args.solver_rank)
 
     def chosen(
         self, checkpoints: Checkpoints = None, featurized: bool = True
@@ -510,7 +525,7 @@ class FeaturizedModel:
         collation = self.collation(eval_dataset, "target")
         return Question(eval_dataset, name, fingerprint, collation, *self.chosen(checkpoints, featurized), groups)
 
-    def plan(self, question: Question, everywhere: bool = True) -> PlannedScores:
+    def plan(self, question: Question, everywhere: bool = True, lambda_relative: float | None = None) -> PlannedScores:
         """Prepare the scores of training rows for the targets of a question.
 
         Features of the targets are computed here where they are not in the store. Scores are computed block by block
@@ -519,14 +534,15 @@ class FeaturizedModel:
         Args:
             question: what is asked.
             everywhere: all training rows in every process, rather than those that fall to this one.
+            lambda_relative: ridge; `None` for that of the configuration.
         """
-        scorer, asked = self.scorer, self.precondition(question)
+        scorer, asked = self.scorer_with(lambda_relative), self.precondition(question, lambda_relative)
         identity = {**scorer.identity(question.ids, asked.features), "groups": question.tag}
         return PlannedScores(identity, scorer.blocks(question.ids, asked.rows, everywhere))
 
-    def precondition(self, question: Question) -> PreconditionedTargets:
+    def precondition(self, question: Question, lambda_relative: float | None = None) -> PreconditionedTargets:
         """Compute t (XᵀX + λI)⁻¹ of the targets of a question, or of the means of groups, for every checkpoint."""
-        scorer, groups = self.scorer, question.groups
+        scorer, groups = self.scorer_with(lambda_relative), question.groups
         targets, features_of_targets = [], []
         for model_id in question.ids:
             shards = self._target_shards(question, model_id)

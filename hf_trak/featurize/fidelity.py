@@ -133,10 +133,10 @@ class Agreement:
             top (`int`):
                 Number of highest rows for the overlap.
         """
-        ranks = [np.apply_along_axis(_ranks, 0, one) for one in (found, exact)]
+        ranked = [np.apply_along_axis(ranks, 0, one) for one in (found, exact)]
         best = [np.argsort(-one, axis=0, kind="stable")[:top] for one in (found, exact)]
         return cls(
-            tuple(_correlation(a, b) for a, b in zip(ranks[0].T, ranks[1].T, strict=True)),
+            tuple(correlation(a, b) for a, b in zip(ranked[0].T, ranked[1].T, strict=True)),
             tuple(len(set(a) & set(b)) / top for a, b in zip(best[0].T.tolist(), best[1].T.tolist(), strict=True)),
         )
 
@@ -437,14 +437,14 @@ class _Sample:
         return shards
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
+def ranks(values: np.ndarray) -> np.ndarray:
     """Rank numbers from 1, equal ones by their mean rank."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     means: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
     return means[places]
 
 
-def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+def correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Correlate two lists of ranks. The result is 0 if one is constant."""
     first, second = first - first.mean(), second - second.mean()
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,12 +153,12 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
     ids, groups, m = question.ids, question.groups, question.m
     for model_id in ids:
         model.store.train(model_id).names_within(count)  # an error before anything is computed
-    targets = model.precondition(question)
-    args, processes = model.args, model.processes
+    targets = model.precondition(question, method.lambda_relative)
+    args, processes, ridge = model.args, model.processes, model.scorer_with(method.lambda_relative).lambda_relative
     store = PrefixStore(model.store, count)
     # The first columns have no more eigenvalues than there are of them.
     rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
-    scorer = Scorer(store, processes, model.device, args.lambda_relative, args.solver_kind, rank)
+    scorer = Scorer(store, processes, model.device, ridge, args.solver_kind, rank)
     asked = [
         scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
         for model_id, shards in zip(ids, targets.features, strict=True)
@@ -169,7 +169,7 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
     whole = [model.store.train(model_id) for model_id in ids]
     files = ScoreFiles(directory, "second-pass", processes, len(listed), m)
     columns = rescored(whole, targets, listed, min(top_k, n), files)
-    return Answer(columns, method, lambda: model.plan(question).blocks)
+    return Answer(columns, method, lambda: model.plan(question, lambda_relative=method.lambda_relative).blocks)
 
 
 def _first_columns(shards: ShardSet, columns: int, groups: RowGroups | None) -> Tensor:
@@ -218,7 +218,8 @@ def reranked(model: FeaturizedModel, question: Question, method: Rerank, top_k: 
             "dataset repo is recorded to fetch them from. Pass `train_dataset=` to `from_pretrained`."
         )
         columns = index_columns(shortlist.of_index(), top_k)
-        return Answer(columns, method, lambda: model.plan(question).blocks)
+        ridge = method.index.lambda_relative
+        return Answer(columns, method, lambda: model.plan(question, lambda_relative=ridge).blocks)
     listed, numbers = shortlist.rows()
     index = IndexRanking.of(listed)
     rows = _rows_at_hand(model, source, numbers)
@@ -256,7 +257,7 @@ class _Shortlist:
         least = max(LEAST_CANDIDATES, CANDIDATES_PER_ROW * top_k, method.rows)
         candidates = least if method.index.candidates is None else method.index.candidates
         self._two_passes = method.index.first_pass_bytes is not None
-        self._index = Index(method.index.first_pass_bytes, candidates) if self._two_passes else method.index
+        self._index = replace(method.index, candidates=candidates) if self._two_passes else method.index
 
     def rows(self) -> tuple[Dataset, tuple[int, ...]]:
         """List the rows that the index ranks first and last, and the rows to score.
@@ -268,10 +269,11 @@ class _Shortlist:
             The columns of a top-k result of the index, and row numbers, ascending.
         """
         model, question, count, m = self._model, self._question, self._count, self._question.m
-        scorer, asked = model.scorer, model.precondition(question)
+        ridge = self._index.lambda_relative
+        scorer, asked = model.scorer_with(ridge), model.precondition(question, ridge)
         identity = {**scorer.identity(question.ids, asked.features), "groups": question.tag}
         if self._two_passes:
-            identity |= asdict(self._index)
+            identity = {**asdict(self._index), **identity}
             listed = self._kept(SavedShortlist(model.store, question.name, identity, m, count), self.of_index)
             return listed, IndexRanking.of(listed).rows
 
@@ -290,7 +292,8 @@ class _Shortlist:
         model, question = self._model, self._question
         if self._two_passes:
             return two_passes(model, question, self._index, self._count).columns
-        return self._best(model.plan(question, everywhere=False).blocks, "scores of the index", question.m)
+        plan = model.plan(question, everywhere=False, lambda_relative=self._index.lambda_relative)
+        return self._best(plan.blocks, "scores of the index", question.m)
 
     def _kept(self, saved: SavedShortlist, compute: Callable[[], Dataset]) -> Dataset:
         """Read a shortlist, or have all processes compute it together and keep it."""

@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
+from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
@@ -32,22 +34,23 @@ from hf_trak.trajectory.own_losses import with_own_loss
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
+from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice, noise
 from hf_trak.trajectory.states import RunPath
 from hf_trak.trajectory.summary import RunSummary
-from hf_trak.trajectory.sweep import BackwardSweep, SweepOptions, SweepResult
+from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
+from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
 
 logger = logging.getLogger(__name__)
 
 REPLAY_VERSION = 1
 """Raised whenever the same record gives other scores. It is part of the identity of replayed scores."""
 
-COTANGENT_COPIES = 8
-"""Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of
-them in a step."""
+Planned = Sequence[Sequence[tuple[Sequence[int], SweptTargets]]]
+"""What is swept together, with the numbers of its targets, one after the other."""
 
 
 class RunReplay:
-    """Replays the recorded run of a model. All processes call [`plan`] together; the main process computes."""
+    """Replays the recorded run of a model. All processes call [`plan`] together, and divide the products."""
 
     def __init__(self, model: FeaturizedModel, method: Replay) -> None:
         """
@@ -90,109 +93,13 @@ class RunReplay:
             if n != trained:
                 raise HfTrakError(
                     f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
-                    "the run, in their order. Replay with the attributor before `exclude` and `extend`."
+                    "the run, in their order. Give its training dataset."
                 )
 
         self._collated = batches.collated
 
-    def summary(self) -> RunSummary:
-        """Describe the run."""
-        path = self._path()
-        n = row_count(self.model.train_dataset, "train_dataset")
-        return RunSummary.of(path, isinstance(self.record, RunRecord), n, self.record.layout.total)
-
-    def plan(self, question: Question) -> PlannedScores:
-        """Compute the scores of all training rows for the targets of a question.
-
-        Args:
-            question: what is asked.
-
-        Raises:
-            CheckpointMismatchError: the model does not have the last weights of the run.
-            HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
-                drawn more than once.
-            StoreError: a file is missing or damaged.
-            ValueError: there are several checkpoints.
-        """
-        return PlannedScores(self._identity(question), self._blocks(question, self.results(question)))
-
-    def facts(self, question: Question) -> dict[str, str]:
-        """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.
-
-        Args:
-            question: what is asked, as in [`plan`], which is not computed again.
-        """
-        change = 0.1 * torch.cat([one.settings for one in self.results(question)], 2).mean(2)
-        half = change.shape[1] // 2
-        texts = {
-            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
-            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
-            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
-            if bool(one.isfinite().all())
-        }
-        return {"run": str(self.summary()).splitlines()[0], **texts}
-
-    def results(self, question: Question) -> list[SweepResult]:
-        """Return what the sweeps for groups of targets found, in order.
-
-        Args:
-            question: what is asked.
-
-        Raises:
-            ValueError: there are several checkpoints.
-            All that [`plan`] raises.
-        """
-        if len(question.ids) > 1:
-            raise ValueError(
-                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
-                "weights alone. Leave `checkpoints` out."
-            )
-        self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
-        digest = content_digest(self._identity(question))[:12]
-        directory = self.model.store.experiment_dir(question.name) / f"replay-{digest}"
-        sweeps, processes = self._sweeps(question, directory, digest), self.model.processes
-        if not processes.broadcast_from_main(lambda: all(one.result_path.exists() for _, one in sweeps)):
-            model, model_id = self.model, question.ids[0]
-            source = {**model.sources, **question.sources}.get(model_id)
-            with model.weights(model_id, source, register=model_id not in model.store.model_ids):
-                processes.broadcast_from_main(lambda: self._compute(question, model_id, sweeps))
-        return [one.result(len(part)) for part, one in sweeps]
-
-    def _identity(self, question: Question) -> dict[str, Any]:
-        method, store = self.method, self.model.store
-        return {
-            "collation": question.collation,
-            "config": store.config_hash,
-            "groups": question.tag,
-            "form": method.products,
-            "record": self.record.digest,
-            "replay": REPLAY_VERSION,
-            "seed": self.model.args.seed,
-            "share": method.hessian_share,
-            "smoothing": method.smoothing,
-            "states": _checksums(self.record),
-            "targets": question.fingerprint,
-        }
-
-    def _parts(self, m: int) -> list[range]:
-        """Divide targets into groups whose derivatives fit into memory together."""
-        size = 4 * self.record.layout.total * COTANGENT_COPIES
-        together = max(1, int(self.model.args.curvature.memory * 2**30) // size)
-        return [range(first, min(first + together, m)) for first in range(0, m, together)]
-
-    def _sweeps(self, question: Question, directory: Path, digest: str) -> list[tuple[range, BackwardSweep]]:
-        """Plan a sweep for each group of targets."""
-        path, method = self._path(), self.method
-        n = row_count(self.model.train_dataset, "train_dataset")
-        options = SweepOptions(method.smoothing, method.hessian_share, method.products, self.model.args.seed)
-        planned = []
-        for part in self._parts(question.m):
-            place = directory / f"targets-{part.start:06d}-{part.stop:06d}"
-            identity: Identity = {"replay": digest, "first": part.start}
-            planned.append((part, BackwardSweep(path, options, place, identity, n)))
-        return planned
-
-    def _path(self) -> RunPath:
+    @cached_property
+    def path(self) -> RunPath:
         """Return the path of the run, with the losses that its trainer computed.
 
         Raises:
@@ -220,31 +127,166 @@ class RunReplay:
             )
         return path
 
-    def _compute(self, question: Question, model_id: int, sweeps: Sequence[tuple[range, BackwardSweep]]) -> None:
-        """Make the sweeps that are not made yet, with the last weights in the model. In the main process."""
+    def summary(self) -> RunSummary:
+        """Describe the run."""
+        n = row_count(self.model.train_dataset, "train_dataset")
+        return RunSummary.of(self.path, isinstance(self.record, RunRecord), n, self.record.layout.total)
+
+    def plan(self, question: Question) -> PlannedScores:
+        """Compute the scores of all training rows for the targets of a question.
+
+        Args:
+            question: what is asked.
+
+        Raises:
+            CheckpointMismatchError: the model does not have the last weights of the run.
+            HfTrakError: the training rows or their loss are not those of the run, or targets come at random and are
+                drawn more than once.
+            StoreError: a file is missing or damaged.
+            ValueError: there are several checkpoints.
+        """
+        method, path = self._chosen(question), self.path
+        found, coarse = self._found(question, method), None
+        if len(path.states) > 2 and path.gap > 1:
+            place, digest = self._place(question, self._identity(question, method))
+            one = self._targets_of(place / "every-second", range(1), {"replay": digest, "states": "every second"})
+            coarse = self._swept(question, [[(range(1), one)]], method, path.thinned())[0].scores
+        if self.model.processes.is_main_process:
+            for text in warnings_of(found, path, method, coarse):
+                logger.warning("%s", text)
+        return PlannedScores(self._identity(question, method), self._blocks(question, found.scores))
+
+    def facts(self, question: Question) -> dict[str, str]:
+        """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.
+
+        Args:
+            question: what is asked, as in [`plan`], which is not computed again.
+        """
+        method = self._chosen(question)
+        change = 0.1 * self._found(question, method).settings.mean(2)
+        half = change.shape[1] // 2
+        texts = {
+            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
+            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
+            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
+            if bool(one.isfinite().all())
+        }
+        curvature = f"{method.products} of {method.hessian_share:.0%} of the rows of each step"
+        run = str(self.summary()).splitlines()[0]
+        return {"projection": f"none: replay of the run, {curvature}", "run": run, **texts}
+
+    def _found(self, question: Question, method: Replay) -> SweepResult:
+        """Return what the sweeps of all targets found, with a share that is chosen."""
+        place, digest = self._place(question, self._identity(question, method))
+        planned = [
+            [(part, self._targets_of(place / f"targets-{part.start:06d}-{part.stop:06d}", part, {"replay": digest}))]
+            for part in self._parts(question.m)
+        ]
+        return _joined(self._swept(question, planned, method, self.path))
+
+    def _chosen(self, question: Question) -> Replay:
+        """Choose the share of the rows whose curvature is used, unless it is given."""
+        if len(question.ids) > 1:
+            raise ValueError(
+                f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
+                "weights alone. Leave `checkpoints` out."
+            )
+        self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
+        method, m = self.method, question.m
+        if method.hessian_share is not None:
+            return method
+        whole, part = replace(method, hessian_share=1.0), replace(method, hessian_share=PROBE_SHARE)
+        choice = ShareChoice.unmeasured(m, whole.products)
+        if choice is None:
+            place, digest = self._place(question, self._identity(question, part))
+            count = min(PROBED, self._together, m)
+            probed = [share_of(m, index, count).start for index in range(count)]
+            draws = [
+                (probed, self._targets_of(place / f"draw-{draw}", probed, {"replay": digest, "draw": draw}, draw))
+                for draw in (0, 1)
+            ]
+            first, second = (one.scores for one in self._swept(question, [draws], part, self.path))
+            choice = ShareChoice.measured(noise(first, second), m, part.products)
+        if self.model.processes.is_main_process:
+            logger.log(logging.WARNING if choice.share < choice.wanted - 1e-3 else logging.INFO, "%s", choice)
+        return replace(method, hessian_share=choice.share)
+
+    def _place(self, question: Question, identity: dict[str, Any]) -> tuple[Path, str]:
+        """Return the directory of a replay, and the digest in its name."""
+        digest = content_digest(identity)[:12]
+        return self.model.store.experiment_dir(question.name) / f"replay-{digest}", digest
+
+    def _targets_of(self, place: Path, numbers: Sequence[int], identity: Identity, draw: int = 0) -> SweptTargets:
+        """Plan a group of targets."""
+        n = row_count(self.model.train_dataset, "train_dataset")
+        whole: Identity = {**identity, "first": numbers[0]}
+        return SweptTargets(place, whole, n, len(self.path.steps), len(numbers), draw)
+
+    def _swept(self, question: Question, planned: Planned, method: Replay, path: RunPath) -> list[SweepResult]:
+        """Sweep the groups of targets that are missing, and return what all have found."""
+        processes, model = self.model.processes, self.model
+        missing = processes.broadcast_from_main(
+            lambda: [i for i, one in enumerate(planned) if not all(of.result_path.exists() for _, of in one)]
+        )
+        if missing:
+            model_id = question.ids[0]
+            source = {**model.sources, **question.sources}.get(model_id)
+            with model.weights(model_id, source, register=model_id not in model.store.model_ids):
+                self._compute(question, model_id, [planned[i] for i in missing], method, path)
+        return [one.result() for group in planned for _, one in group]
+
+    def _identity(self, question: Question, method: Replay) -> dict[str, Any]:
+        store = self.model.store
+        return {
+            "collation": question.collation,
+            "config": store.config_hash,
+            "groups": question.tag,
+            "form": method.products,
+            "record": self.record.digest,
+            "replay": REPLAY_VERSION,
+            "seed": self.model.args.seed,
+            "share": method.hessian_share,
+            "smoothing": method.smoothing,
+            "states": _checksums(self.record),
+            "targets": question.fingerprint,
+        }
+
+    @property
+    def _together(self) -> int:
+        """Return the number of targets whose derivatives fit into memory together."""
+        size = 4 * self.record.layout.total * COPIES
+        return max(1, int(self.model.args.curvature.memory * 2**30) // size)
+
+    def _parts(self, m: int) -> list[range]:
+        """Divide targets into groups that fit into memory."""
+        return [range(first, min(first + self._together, m)) for first in range(0, m, self._together)]
+
+    def _compute(self, question: Question, model_id: int, planned: Planned, method: Replay, path: RunPath) -> None:
+        """Sweep groups of targets that are planned, with the last weights in the model."""
         model = self.model
-        last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
-        self._check_weights(sweeps[0][1].path, last)
-        dropped = sweeps[0][1].path.steps[0].batches[0].random is not None
-        task = taking_masks(self.task) if dropped else self.task
-        featurizer = model.featurizer(task)
-        featurizer.prepare_task(model_id, model.args.batch_size)
-        batches = featurizer.batches(model.train_dataset)
+        with model.processes.all_or_none():
+            last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+            self._check_weights(path, last)
+            task = taking_masks(self.task) if path.steps[0].batches[0].random is not None else self.task
+            featurizer = model.featurizer(task)
+            featurizer.prepare_task(model_id, model.args.batch_size)
+            batches = featurizer.batches(model.train_dataset)
 
-        def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-            for rows in cuts:
-                batch = send_to_device(batches.collated(list(rows)), model.device)
-                yield list(rows), featurizer.in_dtype_of_model(batch)
+            def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+                for rows in cuts:
+                    batch = send_to_device(batches.collated(list(rows)), model.device)
+                    yield list(rows), featurizer.in_dtype_of_model(batch)
 
-        bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
-        passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
-        targets = self._targets(question, passes)
+            bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
+            passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
+            targets = self._targets(question, passes)
+        options = SweepOptions(method.smoothing, method.hessian_share or 1.0, method.products, model.args.seed)
         try:
-            for part, sweep in sweeps:
-                what = f"{question.name}, replay of targets {part.start} to {part.stop - 1}"
-                found = sweep.run(passes, targets[part.start : part.stop], what)
-                for text in warnings_of(found, sweep.path, self.method):
-                    logger.warning("%s", text)
+            for group in planned:
+                numbers = [numbers for numbers, _ in group]
+                what = f"{question.name}, replay of the targets {numbers[0][0]} to {numbers[-1][-1]}"
+                asked = [(one, targets[list(of)]) for of, one in group]
+                BackwardSweep(path, options, passes, model.processes).run(asked, what)
         finally:
             passes.end(last.to(model.device))
 
@@ -278,12 +320,19 @@ class RunReplay:
             return question.groups.means(parts())
         return torch.cat([found for _, found in parts()])
 
-    def _blocks(self, question: Question, results: Sequence[SweepResult]) -> Iterator[ScoreBlock]:
+    def _blocks(self, question: Question, scores: Tensor) -> Iterator[ScoreBlock]:
         """Yield the scores in blocks of training rows."""
-        size, n = self.model.store.config["shard_size"], len(results[0].scores)
+        size, n = self.model.store.config["shard_size"], len(scores)
         for first in range(0, n, size):
             last = min(first + size, n)
-            yield first, last, torch.cat([one.scores[first:last] for one in results], 1).float()
+            yield first, last, scores[first:last].float()
+
+
+def _joined(results: Sequence[SweepResult]) -> SweepResult:
+    """Join what sweeps of one path found for their targets."""
+    growth = torch.stack([one.growth for one in results]).max(0).values
+    settings = torch.cat([one.settings for one in results], 2)
+    return SweepResult(torch.cat([one.scores for one in results], 1), growth, results[0].losses, settings)
 
 
 def _checksums(record: RunRecord | SavedRun) -> list[str]:

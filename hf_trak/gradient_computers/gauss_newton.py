@@ -104,6 +104,21 @@ class GaussNewton:
             GradientEngineError: the model can be differentiated neither in forward mode nor twice, or both give
                 something else than a derivative.
         """
+        return self.of_groups(batch, [directions])[0]
+
+    def of_groups(self, batch: Batch, groups: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the products of several groups of directions, each with the same bits as alone.
+
+        Args:
+            batch: rows, with labels.
+            groups: directions, `(m, P)` each.
+
+        Returns:
+            The products, like [`products`].
+
+        Raises:
+            GradientEngineError: as for [`products`].
+        """
         labels = batch.get("labels") if hasattr(batch, "get") else None
         with (
             pass_settings(self.model),
@@ -113,12 +128,13 @@ class GaussNewton:
         ):
             linearized = _Linearized(self.model, self.task, self.layout, batch, self.of_gradients)
             if not self._checked:
-                self._choose(linearized, directions)
+                self._choose(linearized, groups[0])
             step = self._together(linearized, batch)
-            found = torch.empty_like(directions)
-            for low in range(0, len(directions), step):
-                part = slice(low, low + step)
-                found[part] = self._product(linearized, directions[part])[0]
+            found = [torch.empty_like(directions) for directions in groups]
+            for directions, products in zip(groups, found, strict=True):
+                for low in range(0, len(directions), step):
+                    part = slice(low, low + step)
+                    products[part] = self._product(linearized, directions[part])[0]
         return found
 
     def _product(self, linearized: "_Linearized", directions: Tensor) -> tuple[Tensor, Tensor]:

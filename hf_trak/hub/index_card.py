@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_trak.config import BITS, TrakConfig
+from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.converting import EXACT
 from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.cards import render_card
@@ -21,6 +22,7 @@ def index_card(
     manifest: IndexManifest,
     curvatures: Mapping[int, StoredCurvature],
     fidelity: Fidelity | None = None,
+    calibration: Calibration | None = None,
 ) -> str:
     """Write the card of an index.
 
@@ -30,6 +32,7 @@ def index_card(
         manifest: the manifest of the index.
         curvatures: the curvatures that are published with it, by model id.
         fidelity: how well its scores agree with exact ones, if that was measured.
+        calibration: the method to take, if that was measured.
     """
     settings, task = manifest.settings, config.get("task") or {}
     ridge = f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
@@ -56,6 +59,7 @@ def index_card(
         "ridge": ridge,
         "lds": manifest.lds,
         "fidelity": None if fidelity is None else _fidelity(fidelity),
+        "calibration": None if calibration is None else _calibration(calibration),
         "checkpoints": _checkpoint_rows(manifest),
         "curvatures": _curvature_rows(curvatures),
     }
@@ -125,6 +129,14 @@ def _fidelity(found: Fidelity) -> str:
     return (
         f"rank correlation {found.scores.mean_spearman:.2f} of its scores with {found.before} scores{products} "
         f"(checkpoints {list(found.model_ids)}, {found.rows} training rows × {found.targets} targets)"
+    )
+
+
+def _calibration(found: Calibration) -> str:
+    agreement = sum(found.chosen.sums) / len(found.chosen.sums)
+    return (
+        f"`{named(found.chosen.method)}`, correlation {agreement:.2f} with a replay of the {found.by.of} on "
+        f"{len(found.chosen.sums)} targets left out of the choice"
     )
 
 

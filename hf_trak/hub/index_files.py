@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.featurize.calibration import Calibration
 from hf_trak.hub.files import Bounds, IndexFiles, check_file, metadata_of, tensor_bytes
 from hf_trak.hub.manifest import INDEX_DIGITS, TrainSource
 from hf_trak.identity.row_digest import RowContents, content_digests
@@ -24,11 +25,11 @@ from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import Shard
 from hf_trak.store.shards import FORMAT_VERSION, Identity, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.solver_files import SolverFiles
-from hf_trak.store.store import GRAM_FILE, FeatureStore
+from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore
 
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|low_rank-\d+\.safetensors"
-    r"|row_digests\.safetensors|references\.safetensors|checkpoint\.json)|train_rows\.safetensors"
+    r"|row_digests\.safetensors|references\.safetensors|checkpoint\.json)|train_rows\.safetensors|calibration\.json"
     r"|curvature/\d+/(curvature\.json|block-\d+\.safetensors|diagonal\.safetensors)"
 )
 """Paths of all files of an index except for the two JSON files and the card."""
@@ -46,6 +47,9 @@ MAX_COLUMNS = 1 << 10
 REFERENCE_BYTES = Bounds(8, 1 << 30)
 """Bounds on the tensors that a task computes before its first batch."""
 
+CALIBRATION_BYTES = Bounds(2, 1 << 16)
+"""Bounds on the choice of a method."""
+
 _FLOATS = (torch.float32, torch.float64)
 
 _LOW_RANK = re.compile(r"low_rank-(?P<rank>[1-9]\d{0,6})\.safetensors")
@@ -53,6 +57,8 @@ _LOW_RANK = re.compile(r"low_rank-(?P<rank>[1-9]\d{0,6})\.safetensors")
 
 def file_bounds(store: FeatureStore, name: str) -> Bounds:
     """Return the bounds on a tensor file of an index by its name, unless it is a shard or of a curvature."""
+    if name == CALIBRATION_FILE:
+        return CALIBRATION_BYTES
     if name == REFERENCES_FILE:
         return REFERENCE_BYTES
     if name == GRAM_FILE:
@@ -310,6 +316,16 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 def check_references(store: FeatureStore, model_id: int) -> None:
     """Check the tensors that a task computed before its first batch. Raises `StoreError` if they are damaged."""
     check_finite(read_references(store, model_id) or {})
+
+
+def check_calibration(content: Mapping[str, Any]) -> None:
+    """Check the choice of a method. Raises `StoreError` if a value is none that hf_trak writes."""
+    try:
+        Calibration.from_json(content)
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+    if not isinstance(content.get("identity"), dict):
+        raise StoreError("it does not say what it was made for")
 
 
 _COLUMNS, _SOURCE = "columns", "source"

@@ -15,9 +15,11 @@ from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, Refuse
 from hf_trak.hub.curvature_files import curvature_folder, fetch_known, fetch_tensors, read_content
 from hf_trak.hub.files import Bounds, IndexFiles
 from hf_trak.hub.index_files import (
+    CALIBRATION_BYTES,
     INDEX_FILE,
     ROW_DIGESTS_FILE,
     TRAIN_ROWS_FILE,
+    check_calibration,
     check_finite,
     check_low_rank,
     check_references,
@@ -34,9 +36,10 @@ from hf_trak.store.atomic import differing
 from hf_trak.store.checkpoint_records import Comparison
 from hf_trak.store.codes import CodeFormat, Rotation
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.sealed import SEALED_VERSION
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan
-from hf_trak.store.store import GRAM_FILE, FeatureStore, Gram
+from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore, Gram
 
 logger = logging.getLogger(__name__)
 
@@ -287,6 +290,28 @@ class IndexStore(FeatureStore):
             As [`IndexShards.read`].
         """
         return self._checked(TRAIN_ROWS_FILE, lambda local: read_train_rows(local, self))
+
+    def read_calibration(self) -> dict[str, Any] | None:
+        """Return the choice of a method: that of this machine, or else the published one.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        own = super().read_calibration()
+        return self.published_calibration() if own is None else own
+
+    def published_calibration(self) -> dict[str, Any] | None:
+        """Fetch and check the published choice of a method; `None` if there is none.
+
+        Raises:
+            As [`IndexShards.read`].
+        """
+        if CALIBRATION_FILE not in self.files.listed:
+            return None
+        with self.files.refused_if_damaged(CALIBRATION_FILE):
+            content = self.files.read_json(CALIBRATION_FILE, (SEALED_VERSION,), CALIBRATION_BYTES.most)
+            check_calibration(content)
+        return content
 
     def fetch_all(self, model_id: int) -> list[str]:
         """Fetch and check every published file of a checkpoint.

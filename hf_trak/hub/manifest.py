@@ -50,7 +50,7 @@ _FEATURE_FIELDS = {
 }
 """Fields of `TrakConfig` that define features. The index records them."""
 
-_MACHINE_FIELDS = {"output_dir", "use_cpu"}
+_MACHINE_FIELDS = {"budget", "output_dir", "use_cpu"}
 """Fields that every machine chooses for itself."""
 
 RUN_OPTIONS = tuple(sorted({one.name for one in fields(TrakConfig)} - _FEATURE_FIELDS))
@@ -69,7 +69,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _ID = r"0|[1-9]\d{0,8}"
 
 _OTHER_FILES = re.compile(
-    rf"train_rows\.safetensors|checkpoint-(?P<id>{_ID})/(?P<name>gram|low_rank-[1-9]\d{{0,6}}|row_digests|references)"
+    rf"calibration\.json|train_rows\.safetensors|checkpoint-(?P<id>{_ID})/(?P<name>gram|low_rank-[1-9]\d{{0,6}}|row_digests|references)"
     rf"\.safetensors|curvature/(?P<curved>{_ID})/(curvature\.json|block-\d{{5,9}}\.safetensors|diagonal\.safetensors)"
 )
 """Paths of the files that a manifest may list beside the shards of its checkpoints."""

@@ -12,7 +12,7 @@ from hf_trak.hub.index_files import TRAIN_ROWS_FILE
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.store.atomic import atomic_path, write_bytes
 from hf_trak.store.sealed import sealed_bytes
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
 
 
 def open_repo(
@@ -100,6 +100,8 @@ def pull_index(
         write_bytes(info, sealed_bytes(store.checkpoint_info(model_id)))
     if store.train_rows() is not None:
         _copy(store, TRAIN_ROWS_FILE, directory)
+    if CALIBRATION_FILE in store.files.listed and store.read_calibration() is not None:
+        _copy(store, CALIBRATION_FILE, directory)
     # The JSON files come last: a directory that has them is complete.
     for name in JSON_FILES:
         write_bytes(directory / name, store.files.fetch(name).read_bytes())

@@ -20,6 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError
+from hf_trak.featurize.calibration import Calibration
 from hf_trak.featurize.converting import history_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import BatchSizeFinder
@@ -34,6 +35,7 @@ from hf_trak.hub.index_files import (
     ROW_DIGESTS_FILE,
     TRAIN_ROWS_FILE,
     check_bounds,
+    check_calibration,
     check_references,
     has_row_digests,
     recorded_source,
@@ -61,7 +63,7 @@ from hf_trak.store.atomic import atomic_directory
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
 
 _COMMIT_FIELDS = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
 
@@ -322,6 +324,7 @@ class PreparedIndex:
         curvatures: the curvatures by model id.
         files: every file but the card by its path: its content, or where it is.
         fidelity: how well its scores agree with exact ones, if that was measured.
+        calibration: the method to take, if that was measured.
     """
 
     config: dict[str, Any]
@@ -329,10 +332,11 @@ class PreparedIndex:
     curvatures: dict[int, StoredCurvature]
     files: dict[str, bytes | Path]
     fidelity: Fidelity | None
+    calibration: Calibration | None
 
     def card(self, name: str) -> str:
         """Write the card, for a repo or directory of this name."""
-        return index_card(name, self.config, self.manifest, self.curvatures, self.fidelity)
+        return index_card(name, self.config, self.manifest, self.curvatures, self.fidelity, self.calibration)
 
 
 _UPLOAD_FILES = 64
@@ -532,7 +536,8 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
         source = None if published.source is None else str(published.source)
         content = sealed_bytes({**store.checkpoint_info(model_id), "source": source})
         json_files[f"{store.checkpoint_dir(model_id).name}/checkpoint.json"] = content
-    return PreparedIndex(config, manifest, curvatures, {**json_files, **paths}, facts.fidelity)
+    choice = Calibration.from_json(store.read_calibration() or {}) if CALIBRATION_FILE in paths else None
+    return PreparedIndex(config, manifest, curvatures, {**json_files, **paths}, facts.fidelity, choice)
 
 
 def publish(index: PreparedIndex, destination: Destination) -> CommitInfo:
@@ -588,8 +593,12 @@ def _tensor_files(store: FeatureStore) -> dict[str, Path]:
         for model_id in store.model_ids:
             store.fetch_all(model_id)
         store.train_rows()
+        store.published_calibration()
         return {path: root / path for path in store.files.listed if not path.startswith("curvature/")}
     paths = [TRAIN_ROWS_FILE] if (root / TRAIN_ROWS_FILE).exists() else []
+    if (choice := store.read_calibration()) is not None:
+        check_calibration(choice)
+        paths.append(CALIBRATION_FILE)
     for model_id in store.model_ids:
         shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
         shards.require_complete("Featurize the remaining rows first.")

@@ -6,11 +6,12 @@ from typing import Any
 
 from datasets import Dataset
 
+from hf_trak.featurize.calibration import named
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
 from hf_trak.featurize.run_replaying import RunReplay
-from hf_trak.methods import Exact, Index, Replay, Rerank
+from hf_trak.methods import Combination, Exact, Index, Replay, Rerank
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
@@ -49,11 +50,13 @@ class LastResult:
         """
         method, rows = self.answer.method, self.answer.rows
         if isinstance(method, Index):
-            return {}
+            lam = method.lambda_relative
+            return {} if lam is None else {"ridge": f"{lam:g} relative"}
+        if isinstance(method, Combination):
+            return {"projection": f"a sum of scores: {named(method)}"}
         if isinstance(method, Replay):
-            part = f"{method.rows} rows" if method.of == "recipe" else f"{method.hessian_share or 1:.0%} of the rows"
             return {
-                "projection": f"none: replay of the {method.of}, {method.products} of {part} of each step",
+                "projection": f"none: replay of the recipe, {method.products} of {method.rows} rows of each step",
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
                 **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),

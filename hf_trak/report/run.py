@@ -272,10 +272,11 @@ class AttributionRun:
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
         from hf_trak.hub.loading import AbsentRows  # a downloaded index comes without training rows
+        from hf_trak.report.words import with_words  # loads tasks, which a run that is read does without
 
         train = attributor.train_dataset
         run = cls(
-            scored,
+            with_words(attributor, scored),
             None if isinstance(train, AbsentRows) else train,
             None,
             self_influence,

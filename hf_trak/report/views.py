@@ -5,7 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_trak.report.content import LONGEST_TEXT, Columns, Content, Piece, content_of, pieces, plain, stored, visible
+from hf_trak.report.content import (
+    LONGEST_TEXT,
+    WORDS_COLUMN,
+    Columns,
+    Content,
+    Piece,
+    Span,
+    content_of,
+    pieces,
+    plain,
+    stored,
+    visible,
+)
 from hf_trak.report.distributions import Histogram
 from hf_trak.report.images import PictureBook, Thumbnail, UnreadableImageError
 from hf_trak.report.run import AttributionRun
@@ -103,6 +115,45 @@ class ScoredView:
 
 
 @dataclass(frozen=True)
+class WordsView:
+    """Training rows that words alone find for what a model says."""
+
+    said: str
+    same: list[ScoredView]
+    bm25: list[ScoredView] | None
+    """`None` if it was not computed."""
+
+    @classmethod
+    def of(cls, found: Any) -> "WordsView":
+        """Read an entry of [`WORDS_COLUMN`].
+
+        Raises:
+            ValueError: it has another form.
+        """
+        try:
+            said, same, bm25 = str(found["said"]), found["same"], found["bm25"]
+            largest = max((float(one["score"]) for one in bm25 or ()), default=0.0)
+            return cls(
+                visible(said[:_EXAMPLE_TEXT]),
+                [_alike(one, f"{int(one['score'])} words", len(said.split())) for one in same],
+                None if bm25 is None else [_alike(one, signed(float(one["score"])), largest) for one in bm25],
+            )
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"The column `{WORDS_COLUMN}` cannot be read: {error}. Expected what `attribute` and `report` write. "
+                "Correct it, or remove it."
+            ) from error
+
+
+def _alike(entry: Mapping[str, Any], score: str, largest: float) -> ScoredView:
+    """Make the view of a row that words found, with the words marked that it shares."""
+    text, row = str(entry["text"]), int(entry["row"])
+    cut, left_out = pieces(text, [Span(int(entry["start"]), int(entry["stop"]), 1.0)], _EXAMPLE_TEXT)
+    view = RowView(row, f"Training row {row}: {plain(cut)}", (TextView("text", cut, left_out),))
+    return ScoredView(view, score, "positive", min(100.0, bar(float(entry["score"]), largest)))
+
+
+@dataclass(frozen=True)
 class TargetView:
     """A target with its histogram, and training rows: those that helped have scores above 0, the others below."""
 
@@ -110,6 +161,7 @@ class TargetView:
     helped: list[ScoredView]
     harmed: list[ScoredView]
     histogram: Histogram | None
+    alike: WordsView | None = None
 
     @property
     def words(self) -> str:
@@ -121,7 +173,10 @@ class TargetView:
     def lines(self) -> list[str]:
         """Return the target and its rows in three lines of text."""
         lines = [self.target.alt]
-        for name, side in (("helped most", self.helped), ("harmed most", self.harmed)):
+        sides = {"helped most": self.helped, "harmed most": self.harmed}
+        if self.alike is not None:
+            sides |= {"same words": self.alike.same, "BM25": self.alike.bm25 or []}
+        for name, side in sides.items():
             lines.append(
                 f"  {name}: " + (", ".join(f"row {one.example.row} ({one.score})" for one in side) or "no row")
             )
@@ -179,7 +234,8 @@ class RunViews:
         histogram = None
         if self.run.distributions is not None:
             histogram = Histogram.of(self.run.distributions, index, [score for end in ends for _, score in end])
-        return TargetView(view, helped, harmed, histogram)
+        alike = None if row.get(WORDS_COLUMN) is None else WordsView.of(row[WORDS_COLUMN])
+        return TargetView(view, helped, harmed, histogram, alike)
 
     def outliers(self) -> list[ScoredView]:
         """Make the views of the training rows of the highest self-influence."""

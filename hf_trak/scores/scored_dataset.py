@@ -1,10 +1,12 @@
 """Scores as columns of a `datasets.Dataset`."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
@@ -12,6 +14,28 @@ ScoreBlock = tuple[int, int, Tensor]
 
 """`(start, stop, block)`: `block`, of shape `(stop - start, m)`, holds the scores of training rows `start … stop - 1`
 for m targets."""
+
+
+def weighted_blocks(parts: Sequence[Iterator[ScoreBlock]], weights: Sequence[float]) -> Iterator[ScoreBlock]:
+    """Add up scores of the same rows, each part times its weight, whose blocks may be cut differently.
+
+    Args:
+        parts: blocks of the same rows in the same order.
+        weights: one number for each part.
+
+    Returns:
+        An iterator of blocks, cut wherever a part is.
+    """
+    blocks = [next(part, None) for part in parts]
+    while (first := blocks[0]) is not None:
+        start, stop = first[0], min(block[1] for block in blocks if block is not None)
+        total = torch.zeros_like(first[2][: stop - start])
+        for i, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
+            assert block is not None and block[0] == start
+            total += weight * block[2][: stop - start].to(total)
+            rest = block[2][stop - start :]
+            blocks[i] = (stop, block[1], rest) if len(rest) else next(parts[i], None)
+        yield start, stop, total
 
 
 TOKEN_POSITIONS = "trak_token_positions"

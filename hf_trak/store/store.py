@@ -7,6 +7,7 @@
         checkpoint.json                                        fingerprint and source of the weights
         train-<shard>-of-<shards>.safetensors                  `grads` (rows, k), `out_to_loss` (rows,)
         gram.safetensors                                       XᵀX (k, k), its trace
+      calibration.json                                         the method to take, see `hf_trak.featurize.calibrating`
       experiments/<name>/
         experiment.json                                        number of targets, fingerprint of the target dataset
         checkpoint-<model_id>/targets-<shard>-of-<shards>.safetensors
@@ -46,11 +47,12 @@ from hf_trak.store.checkpoint_records import (
     read_config,
 )
 from hf_trak.store.codes import CodeFormat, Rotation
-from hf_trak.store.sealed import content_digest, sealed_bytes
+from hf_trak.store.sealed import content_digest, read_sealed, sealed_bytes, unsealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
 
 GRAM_FILE = "gram.safetensors"
+CALIBRATION_FILE = "calibration.json"
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -356,6 +358,15 @@ class FeatureStore:
     def solver_path(self, model_id: int, name: str) -> Path:
         """Return the path of a file that a solver keeps for one checkpoint, see `hf_trak.store.solver_files`."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}" / name
+
+    def read_calibration(self) -> dict[str, Any] | None:
+        """Read the choice of a method for this store, see `hf_trak.featurize.calibrating`; `None` if there is none.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        path = self.output_dir / CALIBRATION_FILE
+        return unsealed(read_sealed(path, "Delete it, and call `calibrate` again.")) if path.exists() else None
 
     # -- experiments -------------------------------------------------------------------------------------------------
 

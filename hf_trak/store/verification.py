@@ -31,6 +31,7 @@ REMEDIES = {
     "*/experiments/*": "Delete it; the same call of `attribute` computes it again.",
     "*/curvature/*": "Delete it; the same call of `attribute` or `fit_curvature` computes it again.",
     "*/train_rows.safetensors": "Delete it; publishing the index again computes it.",
+    "*/calibration.json": "Delete it; `calibrate` computes it again.",
     "*/batch_size.json": "Delete it; the next run writes it anew.",
     "*/featurize.json": "Delete it; the next run writes it anew.",
 }

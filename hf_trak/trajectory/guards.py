@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_trak.trajectory.states import RunPath
-from hf_trak.trajectory.sweep import SweepResult
+from hf_trak.trajectory.swept_targets import SweepResult
 
 LOSS_DEVIATION = 0.05
 """Relative deviation of the loss along the path, in the mean of its steps, above which the path is not the run's.
@@ -15,13 +16,21 @@ GROWTH = 1e3
 """Growth of the derivatives of targets along the sweep above which noise may have grown, too."""
 
 
-def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
+GRID_AGREEMENT = 0.7
+"""Rank correlation of the scores from every second state with those from all, below which states are too few."""
+
+SPREAD = 1e3
+"""Largest score of a target, relative to the median, above which one row is likely to be an error of the sweep."""
+
+
+def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor | None = None) -> list[str]:
     """Describe what speaks against the scores of a sweep.
 
     Args:
         found: what it found.
         path: the run.
         method: the options, with `hessian_share` and `products`.
+        coarse: the scores of the first target from every second state, `(n, 1)`.
     """
     texts = []
     deviations = [
@@ -39,7 +48,14 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
             f"The loss along the replayed path differs from that of the training by {deviation:.1%} in the mean. "
             f"Expected less than {LOSS_DEVIATION:.0%}. {remedy}."
         )
-    growth = float(torch.nan_to_num(found.growth, nan=torch.inf).max())
+    if coarse is not None and (agreed := _rank_correlation(found.scores[:, 0], coarse[:, 0])) < GRID_AGREEMENT:
+        texts.append(
+            f"Scores from every second one of the known weights have a rank correlation of {agreed:.2f} with those "
+            f"from all. Expected {GRID_AGREEMENT} at least: weights at every {path.gap} steps are too few. Record "
+            "them more often (`TrakCallback(record=True, every=...)`)."
+        )
+    # No score depends on what is before the first step.
+    growth = max(torch.nan_to_num(found.growth[1:], nan=torch.inf).tolist(), default=0.0)
     if growth > GROWTH:
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
@@ -51,4 +67,17 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any) -> list[str]:
             f"The derivatives of the targets grew {growth:.2g} times on the way back. Expected less than {GROWTH:g} "
             f"times: the run may be too hot to be followed. {remedy}."
         )
+    sizes = found.scores[sorted({row for step in path.steps for row in step.rows})].abs()
+    spread = float((sizes.max(0).values / sizes.median(0).values.clamp_min(1e-300)).max())
+    if spread > SPREAD:
+        texts.append(
+            f"The largest score of a target is {spread:.2g} times the median. Expected less than {SPREAD:g} times: "
+            "one row may have an update that no derivative describes. Look at that row, or raise `smoothing`, now "
+            f"{method.smoothing:g}."
+        )
     return texts
+
+
+def _rank_correlation(first: Tensor, second: Tensor) -> float:
+    ranks = [one.argsort().argsort().double() for one in (first, second)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])

@@ -31,7 +31,7 @@ Normalization = Literal["items", "labels"]
 ROW_BYTES = 2**29
 """Memory for the gradients of rows that are held at a time."""
 
-_ROW_COPIES = 16
+ROW_COPIES = 16
 """Bytes for each number of a gradient, with what engines hold beside it."""
 
 _AGREEMENT, _HALF_AGREEMENT = 1e-3, 2e-2
@@ -113,7 +113,7 @@ class StepPasses:
             HfTrakError: the loss of a batch is not what the model returned in the training.
             NonFiniteError: a gradient is NaN or infinite.
         """
-        together = max(1, ROW_BYTES // (self.layout.total * _ROW_COPIES))
+        together = max(1, ROW_BYTES // (self.layout.total * ROW_COPIES))
         for passed, rows, batch in self._drawn(batches):
             split = SplitBatch.of(batch)
             if split.size != len(rows):
@@ -136,7 +136,7 @@ class StepPasses:
 
     def fits(self, rows: int) -> bool:
         """Tell whether the gradients of so many rows may be held at a time."""
-        return rows * self.layout.total * _ROW_COPIES <= ROW_BYTES
+        return rows * self.layout.total * ROW_COPIES <= ROW_BYTES
 
     def gradients(self, batch: Any, size: int, side: Side) -> tuple[Tensor, Tensor]:
         """Compute the gradients of f of every sample, `(B, P)`, and −f, `(B,)`, float64."""
@@ -207,30 +207,36 @@ class StepPasses:
     # -- curvature ---------------------------------------------------------------------------------------------------
 
     def curvature(
-        self, batches: Sequence[MicroBatch], chosen: Sequence[Sequence[int]], directions: Tensor, form: CurvatureForm
-    ) -> Tensor:
-        """Multiply directions by the curvature of the loss of some rows of a step.
+        self,
+        batches: Sequence[MicroBatch],
+        chosen: Sequence[Sequence[int]],
+        directions: Sequence[Tensor],
+        form: CurvatureForm,
+    ) -> list[Tensor]:
+        """Multiply groups of directions by the curvature of the loss of some rows of a step.
 
         Args:
             batches: the passes of the step.
             chosen: the places of these rows in each of them.
-            directions: `(m, P)`.
+            directions: `(m, P)` each.
             form: the Hessian, or the Gauss-Newton matrix.
 
         Returns:
-            Σ c_i ∇²ℓ_i γ over these rows, `(m, P)`.
+            Σ c_i ∇²ℓ_i γ over these rows, `(m, P)` each.
 
         Raises:
             GradientEngineError: the model cannot be differentiated twice.
         """
-        total = torch.zeros_like(directions)
+        totals = [torch.zeros_like(one) for one in directions]
         wanted = [(one, places) for one, places in zip(batches, chosen, strict=True) if places]
         for (_, places), (passed, _, batch) in zip(wanted, self._drawn([one for one, _ in wanted]), strict=True):
             factors, split = self.shares(passed, batch) * passed.scale, SplitBatch.of(batch)
             for part in [[place] for place in places] if self.task.row_by_row else [places]:
                 self._weighted.factors = factors[torch.tensor(part, device=factors.device)]
-                total += self._curvatures[form].products(split.picked(part), directions)
-        return total
+                found = self._curvatures[form].of_groups(split.picked(part), directions)
+                for total, one in zip(totals, found, strict=True):
+                    total += one
+        return totals
 
 
 class _WeightedLoss(BatchedModelOutput):

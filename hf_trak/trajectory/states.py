@@ -1,6 +1,6 @@
 """The weights before every step of a run: recorded ones, and lines between them where some are not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -41,7 +41,7 @@ class RunPath:
         self,
         steps: Sequence[RecordedStep],
         numbers: Hyperparameters,
-        states: Sequence[int],
+        states: Collection[int],
         read: Callable[[int], Tensor],
         logged: Sequence[tuple[range, float]],
     ) -> None:
@@ -81,6 +81,10 @@ class RunPath:
     def gap(self) -> int:
         """Return the longest way from one known state to the next, in steps."""
         return max(after - before for before, after in pairwise(self.states))
+
+    def thinned(self) -> "RunPath":
+        """Return the same run with every second one of its known weights, the first and the last among them."""
+        return RunPath(self.steps, self.numbers, {*self.states[::2], self.states[-1]}, self._read, self.logged)
 
     def known(self, step: int) -> bool:
         """Tell whether the weights after so many steps are recorded."""

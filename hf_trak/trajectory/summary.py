@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from hf_trak.trajectory.record import is_known
+from hf_trak.trajectory.share import trainings
 from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.sweep import sweep_bytes
 
 _CLIPPED = 0.999
 """Part of the largest norm from which on a gradient was clipped, in rounding."""
-
-_COPIES = 8
-"""Numbers for each parameter and target that a sweep holds."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,14 @@ class RunSummary:
 
         Args:
             targets (`int`): m.
-            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`].
+            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`]. All rows have the Hessian,
+                a part of them the Gauss-Newton matrix.
         """
-        return self.epochs * (2 + 2 * hessian_share * targets)
+        return self.epochs * trainings(targets, hessian_share, "hessian" if hessian_share == 1 else "gauss-newton")
 
     def memory(self, targets: int) -> int:
-        """Estimate the bytes of the derivatives of m targets that are swept together."""
-        return 4 * _COPIES * self.parameters * targets
+        """Estimate the bytes of a sweep of m targets together, beside the model and its passes."""
+        return sweep_bytes(self.steps, -(-self.rows // self.steps), self.parameters, targets)
 
     def __str__(self) -> str:
         first, last, highest = self.rates

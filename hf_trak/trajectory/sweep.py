@@ -1,9 +1,7 @@
 """The sweep back through the steps of a run: the derivatives of targets by the weight of every training row.
 
-    <directory>/
+    <directory of the first group of targets>/
       state-<step>.safetensors      what a part of the run begins with: weights and rebuilt moments
-      back-<step>.safetensors       derivatives of the targets and scores, when the steps from this one on are behind
-      scores.safetensors            the result
 
 A first sweep forwards rebuilds the moments of the optimizer along the known weights. It keeps them at the first step
 of each of about √T parts. Then the parts are taken from the last to the first: forwards again, and backwards. A killed
@@ -14,32 +12,60 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError, NonFiniteError
+from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
-from hf_trak.store.atomic import remove_stale_temporaries
-from hf_trak.store.shards import Identity, TensorSpec, read_tensors, write_tensors
+from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
+from hf_trak.trajectory.curvature_rows import RowDraws
 from hf_trak.trajectory.optimizer_steps import AdamStep, Cotangents, Moments, OptimizerStep
-from hf_trak.trajectory.passes import CurvatureForm, StepPasses
+from hf_trak.trajectory.passes import ROW_BYTES, ROW_COPIES, CurvatureForm, StepPasses
 from hf_trak.trajectory.record import is_known
 from hf_trak.trajectory.states import RunPath, State
+from hf_trak.trajectory.swept_targets import SweptTargets
 
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**30
 """Memory for the states of a part of the run. A run whose states all fit is one part."""
 
+COPIES = 8
+"""Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of
+them in a step."""
+
+_STATE = 4
+"""Numbers for each parameter in a state: the weight, both moments, and the variance of the gradient."""
+
 NORM_DEVIATION = 0.05
 """By how much the norm of the first gradient may differ from the training's, which half precision explains."""
 
 _SLICE = 2**20
 """Parameters that are multiplied at a time, in float64."""
+
+TOGETHER = 8
+"""Directions at most that are multiplied at a time, and by one process."""
+
+
+def part_length(steps: int, parameters: int, size: int = 4) -> int:
+    """Return the number of steps whose states are held at a time, of so many numbers of so many bytes."""
+    return steps if _STATE * steps * parameters * size <= KEPT_BYTES else math.ceil(math.sqrt(steps))
+
+
+def sweep_bytes(steps: int, rows: int, parameters: int, targets: int) -> int:
+    """Estimate the memory of a sweep in float32, without what the model needs for its passes.
+
+    Args:
+        steps: T.
+        rows: rows of a step.
+        parameters: P.
+        targets: those whose derivatives are swept together.
+    """
+    states = _STATE * (part_length(steps, parameters) + 1)
+    gradients = min(ROW_BYTES, rows * parameters * ROW_COPIES)
+    return 4 * parameters * (COPIES * targets + states) + gradients
 
 
 @dataclass(frozen=True)
@@ -59,78 +85,40 @@ class SweepOptions:
     seed: int
 
 
-@dataclass(frozen=True)
-class SweepResult:
-    """What a sweep found.
-
-    Attributes:
-        scores (`torch.Tensor`): the derivative of each target by the weight of each row, `(n, m)`, float64.
-        growth (`torch.Tensor`): ‖a_t‖ before each step, the largest of all targets relative to the start, `(T,)`.
-        losses (`torch.Tensor`): the loss of each step on the path, `(T,)`.
-        settings (`torch.Tensor`): d f / d ln η and d f / d ln λ of every step and target, `(2, T, m)`, float64; NaN
-            where weight decay is a part of the gradient.
-    """
-
-    scores: Tensor
-    growth: Tensor
-    losses: Tensor
-    settings: Tensor
-
-
 class BackwardSweep:
-    """One sweep for some targets. It can be interrupted at any moment and run again."""
+    """One sweep for some groups of targets. It can be interrupted at any moment and run again."""
 
-    def __init__(
-        self,
-        path: RunPath,
-        options: SweepOptions,
-        directory: Path,
-        identity: Identity,
-        train_rows: int,
-    ) -> None:
+    def __init__(self, path: RunPath, options: SweepOptions, passes: StepPasses, processes: Processes) -> None:
         """
         Args:
             path: the run.
             options: see [`SweepOptions`].
-            directory: where files are kept.
-            identity: everything that the result depends on.
-            train_rows: n.
+            passes: computes gradients and curvature.
+            processes: all of them sweep together, and divide the products with the curvature.
         """
-        self.path, self.options = path, options
-        self._passes: StepPasses | None = None
-        self.directory, self.identity, self.n = directory, identity, train_rows
+        self.path, self.options, self.passes, self.processes = path, options, passes, processes
         self.count = len(path.steps)
         first = path.weights(0)
         self.dtype, self.device, self.width = first.dtype, first.device, len(first)
-        fits = 4 * self.count * self.width * first.element_size() <= KEPT_BYTES
-        self.part = self.count if fits else math.ceil(math.sqrt(self.count))
+        self.part = part_length(self.count, self.width, first.element_size())
         self.saved = math.ceil(math.sqrt(self.count))
         self.losses = torch.full((self.count,), math.nan, dtype=torch.float64)
+        totals, rates = [len(one.rows) for one in path.steps], path.numbers.rates.max(1).values
+        self._draws = RowDraws.of(totals, rates.cpu(), options.share, options.seed)
+        self._groups: list[SweptTargets] = []
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     @property
-    def result_path(self) -> Path:
-        """Return the file of the result."""
-        return self.directory / "scores.safetensors"
-
-    def result(self, targets: int) -> SweepResult:
-        """Read the result.
-
-        Raises:
-            StoreError: it is missing or damaged.
-        """
-        series = TensorSpec((self.count,), (torch.float64,))
-        specs = {"scores": TensorSpec((self.n, targets), (torch.float64,)), "growth": series, "losses": series}
-        specs["settings"] = TensorSpec((2, self.count, targets), (torch.float64,))
-        return SweepResult(**read_tensors(self.result_path, self.identity, specs))
+    def _home(self) -> SweptTargets:
+        return self._groups[0]
 
     def _read_state(self, step: int) -> State:
         specs = {
             "weights": TensorSpec((self.width,), (self.dtype,)),
             "moments": TensorSpec((3, self.width), (self.dtype,)),
         }
-        read = read_tensors(self._file("state", step), {**self.identity, "step": step}, specs)
+        read = read_tensors(self._home.file("state", step), {**self._home.identity, "step": step}, specs)
         weights, moments = (read[name].clone().to(self.device) for name in specs)
         first, second, noise = moments
         return State(weights, Moments(first, second, noise, step))
@@ -138,13 +126,7 @@ class BackwardSweep:
     def _write_state(self, step: int, state: State) -> None:
         moments = torch.stack([state.moments.first, state.moments.second, state.moments.noise])
         tensors = {"weights": state.weights, "moments": moments}
-        write_tensors(self._file("state", step), tensors, {**self.identity, "step": step})
-
-    def _file(self, kind: str, step: int) -> Path:
-        return self.directory / f"{kind}-{step:08d}.safetensors"
-
-    def _files(self, kind: str) -> list[int]:
-        return sorted(int(path.stem.rsplit("-", 1)[1]) for path in self.directory.glob(f"{kind}-*.safetensors"))
+        write_tensors(self._home.file("state", step), tensors, {**self._home.identity, "step": step})
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -189,71 +171,68 @@ class BackwardSweep:
     def _rebuild(self, progress: RowProgress) -> None:
         """Sweep forwards, and keep the state before each part. The last part is left to the sweep back."""
         starts = range(0, self.count, self.part)
-        found = [step for step in self._files("state") if step in starts]
-        if not found:
-            weights = self.path.weights(0)
-            self._write_state(0, State(weights, Moments.start(weights)))
-            found = [0]
-        start = found[-1]
-        state = self._read_state(start)
-        for index in range(start, starts[-1]):
-            state = self._forward(index, state)
-            progress.update(len(self.path.steps[index].rows))
-            if index + 1 in starts:
-                self._write_state(index + 1, state)
+
+        def begun() -> int:
+            found = [step for step in self._home.files("state") if step in starts]
+            if not found:
+                weights = self.path.weights(0)
+                self._write_state(0, State(weights, Moments.start(weights)))
+            return found[-1] if found else 0
+
+        start = self.processes.broadcast_from_main(begun)
+        with self.processes.all_or_none():
+            state = self._read_state(start)
+            for index in range(start, starts[-1]):
+                state = self._forward(index, state)
+                progress.update(len(self.path.steps[index].rows))
+                if index + 1 in starts and self.processes.is_main_process:
+                    self._write_state(index + 1, state)
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    @property
-    def passes(self) -> StepPasses:
-        """Return what computes gradients and curvature, during a run."""
-        assert self._passes is not None
-        return self._passes
-
-    def run(self, passes: StepPasses, targets: Tensor, what: str, show: bool = True) -> SweepResult:
-        """Compute the scores of all rows for some targets, unless they are there.
+    def run(self, groups: Sequence[tuple[SweptTargets, Tensor]], what: str) -> None:
+        """Compute the scores of all rows for groups of targets. All processes call it together.
 
         Args:
-            passes: computes gradients and curvature.
-            targets: the gradients of the targets by the last weights, `(m, P)`.
+            groups: the groups, with the gradients of their targets by the last weights, `(m, P)`.
             what: names the targets, for the progress bar.
-            show: whether to show one.
 
         Raises:
             HfTrakError: the training rows or their loss are not those of the run.
             NonFiniteError: a number is NaN or infinite; names the step.
+            PeerProcessError: another process failed.
             GradientEngineError: the model cannot be differentiated as needed.
             StoreError: a file is damaged or cannot be written.
         """
-        self._passes = passes
-        if not self.result_path.exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            remove_stale_temporaries(self.directory)
-            rows = sum(len(one.rows) for one in self.path.steps)
-            with RowProgress(rows * (2 + (self.part < self.count)), what, show=show, announce=show) as progress:
-                self._run(targets.to(self.device, self.dtype), progress)
-        for kind in ("state", "back"):
-            for step in self._files(kind):
-                self._file(kind, step).unlink(missing_ok=True)
-        return self.result(len(targets))
+        self._groups, main = [group for group, _ in groups], self.processes.is_main_process
+        with self.processes.all_or_none():
+            for group, targets in groups:
+                group.begin(targets.to(self.device, self.dtype), self.losses)
+        rows = sum(len(one.rows) for one in self.path.steps)
+        with RowProgress(rows * (2 + (self.part < self.count)), what, show=main, announce=main) as progress:
+            self._rebuild(progress)
+            while (behind := max(group.behind for group in self._groups)) > 0:
+                self._part_back(behind, progress)
+        with self.processes.all_or_none():
+            for group in self._groups if main else []:
+                group.conclude(self.losses)
+                group.clean()
 
-    def _run(self, targets: Tensor, progress: RowProgress) -> None:
-        self._rebuild(progress)
-        behind, cotangents, scores, growth = self._resumed(targets)
-        while behind > 0:
-            start = (behind - 1) // self.part * self.part
+    def _part_back(self, behind: int, progress: RowProgress) -> None:
+        """Rebuild the part of the run before a step, and take the groups back through it that are not."""
+        start = (behind - 1) // self.part * self.part
+        with self.processes.all_or_none():
             states = self._states(start)
-            progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
-            for index in range(behind - 1, start - 1, -1):
-                self._backward(index, states[index - start], states[index - start + 1], cotangents, scores)
-                growth[index] = self._largest(cotangents, index)
-                progress.update(len(self.path.steps[index].rows))
-                if index % self.saved == 0 and index:
-                    self._keep(index, cotangents, scores, growth)
-            behind = start
-        start_norm = targets.double().norm(dim=1).max().clamp_min(1e-300).cpu()
-        tensors = {"scores": scores, "growth": growth / start_norm, "losses": self.losses, "settings": self.settings}
-        write_tensors(self.result_path, tensors, self.identity)
+        progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
+        for index in range(behind - 1, start - 1, -1):
+            groups = [group for group in self._groups if group.behind > index]
+            self._backward(index, states[index - start], states[index - start + 1], groups)
+            for group in groups:
+                group.growth[index] = self._largest(group.cotangents, index)
+                group.behind = index
+                if index % self.saved == 0 and index and self.processes.is_main_process:
+                    group.keep(self.losses)
+            progress.update(len(self.path.steps[index].rows))
 
     def _largest(self, cotangents: Cotangents, index: int) -> Tensor:
         found = cotangents.weights.double().norm(dim=1).max().cpu()
@@ -265,92 +244,51 @@ class BackwardSweep:
             )
         return found
 
-    def _backward(self, index: int, state: State, after: State, cotangents: Cotangents, scores: Tensor) -> None:
+    def _backward(self, index: int, state: State, after: State, groups: Sequence[SweptTargets]) -> None:
         """Take the derivatives back through one step, and add the scores of its rows."""
         recorded, step = self.path.steps[index], self._step(index)
         decoupled = isinstance(step, AdamStep) and step.decoupled
         decayed = state.weights * (-step.rate * step.decay if decoupled else math.nan)
         ways = torch.stack([after.weights - state.weights, decayed.to(state.weights)])
-        self.settings[:, index] = _products(ways, cotangents.weights).cpu()
-        self.passes.put(state.weights)
-        held = list(self.passes.rows(recorded.batches)) if self.passes.fits(len(recorded.rows)) else None
-        gradient = torch.zeros_like(state.weights)
-        for part in held or self.passes.rows(recorded.batches):
-            gradient += part.gradients.sum(0)
-        gamma = step.backward(cotangents, after.moments, gradient, state.weights)
-        for part in held or self.passes.rows(recorded.batches):
-            scores.index_add_(0, torch.tensor(part.rows), _products(part.gradients, gamma).cpu())
-        chosen, weight = chosen_rows([len(one.rows) for one in recorded.batches], index, self.options)
-        curved = self.passes.curvature(recorded.batches, chosen, gamma, self.options.form)
-        cotangents.weights.add_(curved, alpha=weight)
+        with self.processes.all_or_none():
+            self.passes.put(state.weights)
+            held = list(self.passes.rows(recorded.batches)) if self.passes.fits(len(recorded.rows)) else None
+            gradient = torch.zeros_like(state.weights)
+            for part in held or self.passes.rows(recorded.batches):
+                gradient += part.gradients.sum(0)
+            for group in groups:
+                group.settings[:, index] = inner_products(ways, group.cotangents.weights).cpu()
+            gammas = [step.backward(group.cotangents, after.moments, gradient, state.weights) for group in groups]
+            for part in held or self.passes.rows(recorded.batches):
+                for group, gamma in zip(groups, gammas, strict=True):
+                    group.scores.index_add_(0, torch.tensor(part.rows), inner_products(part.gradients, gamma).cpu())
+            curved = [self._curved(index, gamma, group.draw) for gamma, group in zip(gammas, groups, strict=True)]
+        for group, products in zip(groups, curved, strict=True):
+            if self.processes.num_processes > 1:  # each row comes from one of them, the others add zeros
+                products = self.processes.add(products.cpu()).to(products.device)
+            group.cotangents.weights.add_(products)
 
-    def _resumed(self, targets: Tensor) -> tuple[int, Cotangents, Tensor, Tensor]:
-        """Read where an interrupted sweep was, or begin after the last step."""
-        m = len(targets)
-        self.settings = torch.zeros(2, self.count, m, dtype=torch.float64)
-        found = self._files("back")
-        if not found:
-            scores = torch.zeros(self.n, m, dtype=torch.float64)
-            return self.count, Cotangents.of(targets), scores, torch.zeros(self.count, dtype=torch.float64)
-        step = found[0]
-        series, whole = TensorSpec((self.count,), (torch.float64,)), TensorSpec((m, self.width), (self.dtype,))
-        specs = {
-            **dict.fromkeys(("weights", "first", "second"), whole),
-            "scores": TensorSpec((self.n, m), (torch.float64,)),
-            "growth": series,
-            "losses": series,
-            "settings": TensorSpec((2, self.count, m), (torch.float64,)),
-        }
-        read = read_tensors(self._file("back", step), {**self.identity, "step": step}, specs)
-        read = {name: tensor.clone() for name, tensor in read.items()}
-        known, self.settings = read.pop("losses"), read.pop("settings")
-        self.losses = torch.where(known.isnan(), self.losses, known)
-        scores, growth = read.pop("scores"), read.pop("growth")
-        return step, Cotangents(**{name: value.to(self.device) for name, value in read.items()}), scores, growth
+    def _curved(self, index: int, gamma: Tensor, draw: int) -> Tensor:
+        """Multiply those directions of targets by the curvature of a step that fall to this process: `(m, P)`.
 
-    def _keep(self, step: int, cotangents: Cotangents, scores: Tensor, growth: Tensor) -> None:
-        """Write the state of the sweep, and remove the one before."""
-        tensors = {
-            "weights": cotangents.weights,
-            "first": cotangents.first,
-            "second": cotangents.second,
-            "scores": scores,
-            "growth": growth,
-            "losses": self.losses,
-            "settings": self.settings,
-        }
-        write_tensors(self._file("back", step), tensors, {**self.identity, "step": step})
-        for later in self._files("back"):
-            if later > step:
-                self._file("back", later).unlink(missing_ok=True)
+        The products of other processes are zero.
+        """
+        batches, processes = self.path.steps[index].batches, self.processes
+        chosen, weight = self._draws.rows([len(one.rows) for one in batches], index, draw)
+        found, lows = torch.zeros_like(gamma), range(0, len(gamma), TOGETHER)
+        pieces = [slice(low, low + TOGETHER) for low in lows[processes.process_index :: processes.num_processes]]
+        if pieces:
+            given = [gamma[piece] for piece in pieces]
+            curved = self.passes.curvature(batches, chosen, given, self.options.form)
+            for piece, one in zip(pieces, curved, strict=True):
+                found[piece] = one * weight
+        return found
 
 
-def chosen_rows(sizes: Sequence[int], step: int, options: SweepOptions) -> tuple[list[list[int]], float]:
-    """Choose the rows of a step whose curvature is used, by the counter generator.
-
-    Args:
-        sizes: rows in each of the step's batches.
-        step: number of the step.
-        options: share and seed.
-
-    Returns:
-        The places of the rows in each batch, and the factor of their curvature: all rows by the chosen ones.
-    """
-    total = sum(sizes)
-    count = max(1, math.ceil(options.share * total - 1e-9))
-    if count == total:
-        return [list(range(size)) for size in sizes], 1.0
-    generator = np.random.Generator(np.random.Philox(key=options.seed, counter=[0, 0, 0, step]))
-    taken = sorted(generator.permutation(total)[:count].tolist())
-    starts = np.cumsum([0, *sizes])
-    places = [[one - low for one in taken if low <= one < high] for low, high in pairwise(starts)]
-    return [[int(one) for one in batch] for batch in places], total / count
-
-
-def _products(gradients: Tensor, gamma: Tensor) -> Tensor:
-    """Multiply gradients `(B, P)` and derivatives `(m, P)`: `(B, m)`, in float64."""
-    total = torch.zeros(len(gradients), len(gamma), dtype=torch.float64, device=gamma.device)
-    for first in range(0, gradients.shape[1], _SLICE):
+def inner_products(rows: Tensor, directions: Tensor) -> Tensor:
+    """Multiply rows `(B, P)` and directions `(m, P)`: `(B, m)`, in float64."""
+    total = torch.zeros(len(rows), len(directions), dtype=torch.float64, device=directions.device)
+    for first in range(0, rows.shape[1], _SLICE):
         part = slice(first, first + _SLICE)
-        total += gradients[:, part].double() @ gamma[:, part].double().T
+        total += rows[:, part].double() @ directions[:, part].double().T
     return total

@@ -24,3 +24,7 @@ def test_the_best_of_a_row_is_bold(share: str) -> None:
     }}  # fmt: skip
     row = replay.tables(results)[share].splitlines()[2]
     assert row == "| one | −.50 (−.60–.00) |  |  |  |  |  | **1.00** (.90–1.00) |"
+
+
+def test_every_case_has_figures() -> None:
+    assert set(json.loads(replay.RESULTS.read_text())) == set(replay.CASES)

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from hf_trak.cli.parser import parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, parse_yaml_and_args
 from hf_trak.config import TrakConfig
 
 
@@ -177,6 +177,12 @@ def test_required_fields_can_come_from_the_yaml(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_yaml_and_args(Needs, ["--count", "2"])
     assert "--name" in capsys.readouterr().err
+
+
+def test_there_is_at_least_one_row() -> None:
+    assert DataArguments(max_train_samples=1).max_train_samples == 1
+    with pytest.raises(ValueError, match=r"`max_train_samples` is 0\. Expected at least 1"):
+        DataArguments(max_train_samples=0)
 
 
 def test_dataclasses_validate_themselves_and_stay_as_they_were(tmp_path):

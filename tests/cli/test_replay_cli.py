@@ -21,7 +21,7 @@ from hf_trak.viewer.page import facts_page
 from hf_trak.viewer.run_session import RunSession
 
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3}
-INLINE = "learning_rate=1e-2,weight_decay=0.1,lr_scheduler_type=cosine,warmup_steps=3"
+INLINE = "learning_rate=1e-2,weight_decay=.1,lr_scheduler_type=cosine,warmup_steps=3"
 ASKED = ("attribute", "--use_cpu", "--train_dataset", "reviews.jsonl", "--eval_dataset", "mine.jsonl", "--all_scores")
 
 

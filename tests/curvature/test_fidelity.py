@@ -149,7 +149,7 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
         ({"targets": 0}, "`targets` is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            one.fidelity(**options)
+            measure_fidelity(one.features, **options)
     with pytest.raises(IncompleteStoreError, match="`checkpoints` has the ids \\[2\\]"):
         measure_fidelity(one.features, model_id=2)
     found = one.fidelity(rows=1000, targets=1000)

@@ -410,5 +410,18 @@ def test_metadata_of_a_checkpoint_names_no_other_objects(tmp_path: Path) -> None
         read_state_dict(tmp_path)
 
 
+def test_metadata_of_a_checkpoint_names_files_of_its_own_directory(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import save
+
+    save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read_state_dict(tmp_path)["a"], torch.ones(2))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{tmp_path.name}/{place.relative_path}"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"names the file '\.\./"):
+        read_state_dict(tmp_path)
+
+
 if __name__ == "__main__":
     sharded_jobs.run(JOBS[sys.argv[1]], Path(sys.argv[2]))

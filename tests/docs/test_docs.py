@@ -155,8 +155,15 @@ def test_quickstart(place: Path) -> None:
 
 
 def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"trainer": make_trainer(sentences(40), 0), "eval_dataset": sentences(6)}
-    smaller = {'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, '}
+    trainer = make_trainer(sentences(40), 0)
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    given = {"trainer": trainer, "eval_dataset": sentences(6)}
+    smaller = {
+        'TrakConfig(output_dir="trak", ': 'TrakConfig(output_dir="trak", proj_dim=64, use_cpu=True, ',
+        'TrakConfig(output_dir="run")': 'TrakConfig(output_dir="run", proj_dim=64, use_cpu=True)',
+    }
     namespace = run_page("docs/which_method.md", given, hf_trak_command, smaller)
     assert {len(namespace[name]) for name in ("quick", "exact", "best", "listed", "refined")} == {6}
     assert namespace["listed"]["trak_stage"][:] == ["exact"] * 6
@@ -164,6 +171,7 @@ def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "Fidelity of checkpoints [0], 16 training rows × 4 others as targets" in printed
     assert "% of the rows are not among the first 20" in printed
+    assert "Judged by a replay of the run, 6 targets" in printed and "method=Replay(of='run')" in printed
     assert len(list((place / "trak").glob("experiments/*/exact-*/checkpoint-0/refined-*/refined-*.json"))) == 1
     assert_documented(place / "trak", "trak")
 

@@ -405,6 +405,20 @@ def test_identities_compare_across_versions_of_python() -> None:
     assert same_function([1, [2]], (1, (2,))) is True, "as JSON keeps it"
 
 
+def test_private_attributes_of_own_objects_count() -> None:
+    """Also those that the class does not assign; of a library's objects, they are often caches."""
+
+    class Own:
+        pass
+
+    found = []
+    for scale in (1.0, 2.0):
+        one = Own()
+        one._scale = [scale]  # type: ignore[attr-defined]
+        found.append(code_of(one))
+    assert found[0] != found[1]
+
+
 def test_plain_values_are_themselves() -> None:
     for value in (None, True, 3, 0.5, "x"):
         assert identity_of(value) is value

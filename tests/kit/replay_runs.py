@@ -179,6 +179,20 @@ def replay_saved(directory: Path) -> Any:
     return replayed(trainer(directory, model), directory, Replay(of="run", hessian_share=0.5))
 
 
+def replay_in_group(directory: str) -> dict[str, Any]:
+    """Replay in one of several processes, two directions at a time, and count those that this one has multiplied."""
+    sweep.TOGETHER, counts = 2, []
+    curvature = StepPasses.curvature
+
+    def watching(self: Any, batches: Any, chosen: Any, directions: Any, form: Any) -> Any:
+        counts.extend(len(one) for one in directions)
+        return curvature(self, batches, chosen, directions, form)
+
+    StepPasses.curvature = watching  # type: ignore[method-assign]
+    scores = [list(row) for row in replay_saved(Path(directory))["trak_scores"]]
+    return {"scores": scores, "products": sum(counts)}
+
+
 def watched(model: Any) -> list[list[int]]:
     """Note the rows of every batch that a model is trained on, by their tokens."""
     numbers = {tuple(row["input_ids"]): number for number, row in enumerate(TRAIN)}

@@ -1,5 +1,6 @@
 """Forms of a question to the replay of a run: against retraining with other weights of rows, and plain loops."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.hub.scores import check_scores
 from hf_trak.methods import Replay
 
-PLAIN = Replay(of="run", smoothing=0.0)
+PLAIN = Replay(of="run", smoothing=0.0, hessian_share=1.0)
 
 
 def weighted(weights: RowWeights) -> Any:
@@ -94,7 +95,7 @@ def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=2, method=PLAIN)
     last = last_result(attributor)
-    (found,) = RunReplay(attributor.features, PLAIN).results(last.question)
+    found = RunReplay(attributor.features, PLAIN)._found(last.question, PLAIN)
     assert found.settings.shape == (2, 9, len(EVAL))
     change = 1e-5
     for place, name in enumerate(("lr", "weight_decay")):
@@ -120,14 +121,17 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     cost = attributor.estimate(len(EVAL), method=PLAIN).stages["replay"]
     assert cost.passes == 3 * ROWS * (2 + 2 * len(EVAL))
     half = attributor.estimate(EVAL, method=Replay(of="run", hessian_share=0.5)).stages["replay"]
-    assert half.passes == 3 * ROWS * (2 + len(EVAL))
+    assert half.passes == 3 * ROWS * (2 + 4 / 3 * len(EVAL) / 2)
+    many = attributor.estimate(200, method=Replay(of="run")).stages["replay"].passes / (3 * ROWS)
+    assert many == pytest.approx(2 + 4 / 3 * 0.1 * 8 + 2 + 4 / 3 * 0.05 * 200, rel=1e-3)
     attributor.attribute(EVAL, top_k=None, method=PLAIN)
     place = tmp_path / "trak" / "experiments"
     files = list(place.rglob("scores.safetensors"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(cost.disk, abs=700)
     measured = attributor.estimate(EVAL, measure=True, method=PLAIN)
     assert measured.stages["replay"].seconds == cost.passes / measured.rows_per_second
-    attributor.args.curvature.memory = 2.5 * cost.memory / len(EVAL) / 2**30
+    parameters = attributor.trajectory().parameters
+    attributor.args.curvature.memory = 2.5 * 4 * 8 * parameters / 2**30
     assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 2 + 2 * len(EVAL))
     with pytest.raises(ValueError, match="nothing is known of its steps"):
         attributor.features.estimate(1, method=PLAIN)
@@ -186,8 +190,11 @@ def test_questions_to_other_rows_or_several_checkpoints_are_refused(tmp_path: Pa
     attributor.featurize([tiny(), run.model])
     with pytest.raises(ValueError, match=r"`checkpoints` are \[0, 1\], and a replay follows one run"):
         attributor.attribute(EVAL, method=PLAIN, checkpoints=[0, 1])
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "trak" / "trajectory", other / "trak" / "trajectory")
+    fewer = TrakAttributor.from_trainer(trainer(tmp_path, run.model, rows=TRAIN.select(range(9))), config(other))
     with pytest.raises(HfTrakError, match="was trained on 10 rows, and the training dataset has 9"):
-        attributor.exclude([3]).attribute(EVAL, method=PLAIN)
+        fewer.attribute(EVAL, method=PLAIN)
 
 
 def test_several_draws_of_targets_are_refused(tmp_path: Path) -> None:

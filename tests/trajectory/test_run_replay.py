@@ -17,6 +17,7 @@ from replay_runs import (
     outputs,
     recorded,
     replay_and_die,
+    replay_in_group,
     replay_saved,
     replayed,
     sentences,
@@ -33,7 +34,6 @@ from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RunRecord
 from hf_trak.trajectory.saved_run import SavedRun
-from hf_trak.trajectory.sweep import SweepOptions, chosen_rows
 
 PLAIN = Replay(of="run", smoothing=0.0)
 
@@ -129,6 +129,20 @@ def test_runs_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert found.abs().min() > 0
 
 
+def test_processes_divide_products_with_the_same_bits(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "alone")
+    torch.save(run.model.state_dict(), tmp_path / "alone" / "last.pt")
+    shutil.copytree(tmp_path / "alone", tmp_path / "both")
+    found = {}
+    for place, world in (("alone", 1), ("both", 2)):
+        jobs = start_group(tmp_path / place, world, replay_in_group, str(tmp_path / place))
+        found[place] = [one["value"] for job in jobs if (one := job.wait())]
+    assert len(found["both"]) == 2
+    assert [one["scores"] for one in found["both"]] == [found["alone"][0]["scores"]] * 2
+    products = [[one["products"] for one in found[place]] for place in ("alone", "both")]
+    assert sum(products[1]) == sum(products[0]) and min(products[1]) > 0
+
+
 def _of_rank(batches: Any, rank: int) -> Any:
     half = len(batches) // 2
     return batches[half:] if rank else batches[:half]
@@ -158,6 +172,7 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
     assert found.rates == pytest.approx((1e-2, 1e-2 / 9, 1e-2))
     assert found.clipped == 1.0
     assert found.passes(1) == pytest.approx(12)
+    assert found.passes(3, 0.25) == pytest.approx(3 * (2 + 4 / 3 * 0.25 * 3))
     assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
 
 
@@ -193,19 +208,6 @@ def test_smoothing_and_shares_change_scores(tmp_path: Path) -> None:
     methods = (PLAIN, Replay(of="run"), half, replace(half, form="hessian"))
     found = [scores_of(replayed(run, tmp_path, method)) for method in methods]
     assert all(not torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
-
-
-def test_chosen_rows_are_drawn_once_and_evenly() -> None:
-    options = SweepOptions(0.1, 0.25, "hessian", 7)
-    counts = torch.zeros(12)
-    for step in range(400):
-        places, weight = chosen_rows([4, 4, 4], step, options)
-        assert weight == 4
-        assert places == chosen_rows([4, 4, 4], step, options)[0]
-        for batch, chosen in enumerate(places):
-            counts[[4 * batch + place for place in chosen]] += 1
-    assert counts.sum() == 1200
-    assert 60 < counts.min() <= counts.max() < 140
 
 
 def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:

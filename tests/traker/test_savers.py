@@ -238,6 +238,21 @@ def test_opening_modes_of_the_mmap_saver(tmp_path):
     assert not saver.featurized().any()
 
 
+def test_minus_one_stands_for_the_saved_number_of_targets(tmp_path):
+    saver = make_saver(tmp_path)
+    saver.register_model_id(0, False)
+    saver.open_experiment("a", 3, 0)
+    saver.load_current_store(0, "a", -1)
+    assert saver.current_store["a_grads"].shape == (3, K)
+
+
+def test_a_file_without_checksums_is_compared_with_nothing(tmp_path):
+    file = RowFile("marks", tmp_path / "marks.mmap", (N, 1), np.dtype("int32"), "Again.", checked=False)
+    file.create()
+    wrong, bare = file.open("r").compare(np.arange(N), seed=0)
+    assert len(wrong) == len(bare) == 0
+
+
 def add_experiments(directory: Path, name: str) -> None:
     saver = make_saver(directory)
     for i in range(20):

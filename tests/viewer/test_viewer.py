@@ -276,6 +276,9 @@ def test_rows_that_are_not_at_hand_are_numbers(session: IndexSession) -> None:
     assert RowReader(rows).row(3).texts == ()
     with pytest.raises(ValueError, match="cannot be searched"):
         rows.matching(RowFilter("a"))
+    some = TrainRows(Dataset.from_dict({"text": ["a", "b"]}), N, np.array([2, 5]))
+    assert [some.content(number).texts for number in (2, 5)] != [(), ()]
+    assert some.content(3).texts == some.content(7).texts == ()
 
 
 # -- saved runs ------------------------------------------------------------------------------------------------------

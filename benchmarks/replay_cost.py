@@ -1,0 +1,113 @@
+"""What replays of a run cost, and how good they are for it: targets, share of the rows, steps and parameters.
+
+    python benchmarks/replay.py run --work replay --cases gpt2
+    python benchmarks/replay_cost.py --work replay
+    python benchmarks/replay_cost.py --work replay --print
+
+The run and its retrainings are the case `gpt2` of `replay.py`. Every case here is a process of its own, whose figures
+are kept in `cost.json`, so that an interrupted benchmark goes on. Seconds are those of the processor.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import disable_progress_bars
+from replay import SHARES, bank, recorded
+from replay_cases import CASES as TRAININGS
+from replay_cases import gpt2_config, help_texts
+from transformers import GPT2LMHeadModel
+from transformers.utils import logging as transformers_logging
+
+from hf_trak.evaluation import evaluate_lds
+from hf_trak.methods import Replay
+
+CASES = {
+    **{f"m{m} f{f:g}": {"m": m, "share": f} for f in (0.1, 0.2, 0.5) for m in (1, 10, 40)},
+    **{f"m{m} f1": {"m": m, "share": 1.0} for m in (1, 10)},
+    "m10 chosen": {"m": 10, "share": None},
+    "m40 chosen": {"m": 40, "share": None},
+    "m10 f0.2 T20": {"m": 10, "share": 0.2, "epochs": 1},
+    "m10 f0.2 T120": {"m": 10, "share": 0.2, "epochs": 6},
+    "m10 f0.2 wide": {"m": 10, "share": 0.2, "width": 120},
+}
+"""Targets, share, and what is other than in the run of the bank: epochs and the width of the model."""
+
+
+def measured(work: Path, name: str, m: int, share: float | None, epochs: int = 3, width: int = 60) -> dict[str, Any]:
+    """Train with a record, replay, and return the figures."""
+    case = replace(TRAININGS["gpt2"], targets=m, options={"num_train_epochs": epochs})
+    if width != 60:
+        case = replace(case, model=lambda place: GPT2LMHeadModel(gpt2_config(help_texts()[2], width)))
+    rows, targets = case.split()
+    place = work / "-".join(["cost", *name.split()])
+    place.mkdir(parents=True, exist_ok=True)
+    attributor = recorded(case, place, rows)
+    summary, before = attributor.trajectory(), _peak()
+    begun = time.process_time()
+    found = attributor.attribute(targets, top_k=None, method=Replay(of="run", hessian_share=share))
+    seconds = time.process_time() - begun
+    figures: dict[str, Any] = {
+        "seconds": round(seconds, 1), "training": json.loads((place / "about.json").read_text())["seconds"],
+        "steps": summary.steps, "parameters": summary.parameters,
+        "passes": round(summary.passes(m, share) / summary.epochs, 1),
+        "megabytes": round((_peak() - before) / 2**20), "formula": round(summary.memory(m) / 2**20),
+    }  # fmt: skip
+    if width == 60 and epochs == 3:
+        for title, dropped in SHARES.items():
+            if (truth := bank(case, work / "gpt2", dropped, 0, train=False)) is not None:
+                mean = evaluate_lds(np.array(found["trak_scores"]).T, *truth).mean
+                figures[title] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
+    return figures
+
+
+def _peak() -> int:
+    """Return the largest memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["| case | steps | parameters | passes | seconds ÷ training | 1 % | 5 % | 50 % | MB (formula) |"]
+    lines.append("|---" * 9 + "|")
+    for name, one in results.items():
+        lds = [f"{one[share][0]:.2f}" if share in one else "" for share in SHARES]
+        lines.append(
+            f"| {name} | {one['steps']} | {one['parameters']:,} | {one['passes']} | "
+            f"{one['seconds']} ÷ {one['training']} = {one['seconds'] / one['training']:.1f} | {' | '.join(lds)} | "
+            f"{one['megabytes']} ({one['formula']}) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    disable_progress_bars()
+    transformers_logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--print", action="store_true", help="print what there is")
+    parser.add_argument("--alone", action="store_true", help="measure the one case in this process")
+    given = parser.parse_args()
+    path = given.work / "cost.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in [] if given.print else given.cases:
+        if given.alone:
+            results[name] = measured(given.work, name, **CASES[name])
+            path.write_text(json.dumps(results, indent=2))
+            print(name, results[name], flush=True)
+        elif name not in results:
+            command = [sys.executable, __file__, "--work", str(given.work), "--alone", "--cases", name]
+            subprocess.run(command, check=True)
+    if given.print:
+        print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The choice of `method="auto"`: the best that is at hand and within the budget, said in one line with its price.
+
+In this order: a replay of the recorded run; what calibration has judged; what the banks say of models like this one.
+`bank_figures.json`, which `benchmarks/which_method.py` collects, has the linear datamodeling scores of the banks.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from hf_trak.config import BudgetName
+from hf_trak.featurize.calibrating import possible, read_calibration
+from hf_trak.featurize.calibration import Calibration, named
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.pricing import Price, has_record, price
+from hf_trak.featurize.question import Question
+from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.runtime.progress import duration
+
+logger = logging.getLogger(__name__)
+
+MINUTE = 60.0
+
+_BANKS = "LDS of models like this one on the banks"
+
+GAIN = 0.02
+"""Difference of two figures of banks below which methods are as good as each other."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A method that is at hand.
+
+    Attributes:
+        method: the method.
+        price: its price beside the index.
+        quality: its expected linear datamodeling score, or its correlation with replayed targets.
+        why: where that comes from.
+        of_banks: whether it comes from the banks, whose small differences say nothing.
+    """
+
+    method: AnyMethod
+    price: Price
+    quality: float
+    why: str
+    of_banks: bool
+
+    def text(self, rate: float | None, featurizing: int) -> str:
+        """Say method, quality and time.
+
+        Args:
+            rate: rows per second; `None` if it was not measured.
+            featurizing: row passes that featurizing takes.
+        """
+        return f"{named(self.method)} ({self.why}; {self.time(rate, featurizing)})"
+
+    def time(self, rate: float | None, featurizing: int) -> str:
+        """Say the time that it takes beside the index."""
+        if self.price.passes == 0:
+            return "no time beside the index"
+        if rate is not None:
+            return f"about {duration(self.price.passes / rate)}"
+        return f"about {self.price.passes / featurizing:.2g} times as long as featurizing"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What there is to choose from, best first, the index last.
+
+    Attributes:
+        options: the methods.
+        rate: rows that are featurized per second; `None` if it was not measured.
+        featurizing: row passes that featurizing takes in each process.
+    """
+
+    options: tuple[Option, ...]
+    rate: float | None
+    featurizing: int
+
+    def within(self, budget: BudgetName) -> Option:
+        """Return the best method that a budget allows: of those as good as it, by the banks, the cheapest."""
+        within = [one for one in self.options if one.price.passes <= self._limit(budget)]
+        near = [one for one in within if one.of_banks and one.quality >= within[0].quality - GAIN - 1e-9]
+        return min(near, key=lambda one: one.price.passes) if within[0].of_banks else within[0]
+
+    def _limit(self, budget: BudgetName) -> float:
+        """Return the row passes that a budget allows beside the index."""
+        if budget == "fast":
+            return 0
+        return math.inf if budget == "best" else max(self.featurizing, MINUTE * (self.rate or 0))
+
+    def line(self, chosen: Option, budget: BudgetName) -> str:
+        """Say what was chosen, why, and what would be better at which price."""
+        text = f"`method='auto'` takes {chosen.text(self.rate, self.featurizing)}, `budget` is {budget!r}."
+        best = self.options[0]
+        if best.method == chosen.method:
+            return text
+        return f"{text} Better: {best.text(self.rate, self.featurizing)}."
+
+
+def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> AnyMethod:
+    """Choose the method of `"auto"`, and say so. All processes call this together.
+
+    Args:
+        model: the featurized model.
+        question: the targets.
+        top_k: rows to return for each target, where no other scores are needed.
+
+    Raises:
+        StoreError: a calibration or a record is damaged.
+    """
+    budget = model.args.budget
+    calibration = read_calibration(model, question.ids)
+    if budget == "fast" and not logger.isEnabledFor(logging.INFO):
+        return Index() if calibration is None else calibration.index
+    found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
+    chosen = found.within(budget)
+    long = found.rate is not None and chosen.price.passes > MINUTE * found.rate
+    if model.processes.is_main_process:
+        logger.log(logging.WARNING if long else logging.INFO, "%s", found.line(chosen, budget))
+    return chosen.method
+
+
+def options(
+    model: FeaturizedModel,
+    m: int,
+    checkpoints: Sequence[int],
+    top_k: int | None,
+    calibration: Calibration | None,
+    measure: bool,
+) -> Options:
+    """List the methods that are at hand, best first.
+
+    Args:
+        model: the featurized model.
+        m: number of targets.
+        checkpoints: ids of the checkpoints to average over.
+        top_k: as for [`choose`].
+        calibration: the calibration, if there is one.
+        measure: whether to measure the time of a row, on the first batches.
+    """
+    ids, methods = list(checkpoints), list[tuple[AnyMethod, float, str]]()
+    rows = model.train_dataset
+    at_hand = not (getattr(rows, "absent", False) or getattr(rows, "remote", False))
+    if at_hand and has_record(model):
+        methods.append((Replay(of="run"), 1.0, "the recorded run itself"))
+    if calibration is None:
+        ranked = sorted(_of_banks(model, top_k), key=lambda one: -one[1]) if at_hand else []
+        methods += [*ranked, _of_bank(model, Index())]
+    else:
+        judged = [calibration.chosen, *calibration.candidates]
+        means = [float(np.mean(one.sums)) for one in judged]
+        why = f"correlation with {len(calibration.chosen.sums)} replayed targets"
+        found = [(one.method, mean, f"{why} {mean:.2f}") for one, mean in zip(judged, means, strict=True)]
+        index = next(place for place, one in enumerate(found) if one[0] == calibration.index)
+        methods += [one for one in found[: index + 1] if at_hand or isinstance(one[0], Index)]
+    rate = model.rate() if measure and at_hand else None
+    featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
+    listed = (
+        Option(method, price(model, method, m, ids), quality, why, why.startswith(_BANKS))
+        for method, quality, why in methods
+    )
+    return Options(tuple(listed), rate, featurizing)
+
+
+def _of_banks(model: FeaturizedModel, top_k: int | None) -> list[tuple[AnyMethod, float, str]]:
+    """Return the methods with whole gradients that are better than the index on models like this one."""
+    methods: list[AnyMethod] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
+    if top_k is not None and "draws" not in model.store.config.get("collation", {}):
+        methods.append(Rerank(max(Rerank.rows, top_k), "ekfac"))
+    index = _of_bank(model, Index())[1]
+    found = [_of_bank(model, one) for one in methods if possible(model, one)]
+    return [one for one in found if one[1] > index]
+
+
+def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:
+    """Return a method with the mean of its figures on models like this one."""
+    values = of_banks(method, kind_of(model))
+    if not values:
+        return method, -1.0, f"{_BANKS}: not measured"
+    return method, float(np.mean(values)), f"{_BANKS} {figures_text(values)}"
+
+
+def figures_text(values: Sequence[float]) -> str:
+    """Return the mean of figures and their range, as `.48 (.21 to .82)`."""
+    short = [f"{one:.2f}".removeprefix("0") for one in (float(np.mean(values)), min(values), max(values))]
+    return short[0] if len(values) == 1 else f"{short[0]} ({short[1]} to {short[2]})"
+
+
+def kind_of(model: FeaturizedModel) -> str:
+    """Return the kind of a model: `"adapters"`, `"tokens"` (several labels per row) or `"labels"`."""
+    if any("lora_" in name for name in model.layout.names):
+        return "adapters"
+    return "tokens" if isinstance(model.task, AggregatedModelOutput) else "labels"
+
+
+def of_banks(method: AnyMethod, kind: str) -> list[float]:
+    """Return the linear datamodeling scores of a method on the banks of one kind. Reranking has those of EK-FAC."""
+    name = "index"
+    if isinstance(method, Exact | Rerank):
+        name = "exact, hybrid" if method.curvature == "hybrid" else "exact, EK-FAC"
+        name = name if method.refine is None else "exact, refined"
+    banks = bank_figures().values()
+    return [one["lds"][name] for one in banks if one["kind"] == kind and name in one["lds"]]
+
+
+@cache
+def bank_figures() -> dict[str, Any]:
+    """Read what methods are worth on the banks."""
+    found: dict[str, Any] = json.loads(files("hf_trak.featurize").joinpath("bank_figures.json").read_text("utf-8"))
+    return found

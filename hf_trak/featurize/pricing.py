@@ -1,0 +1,82 @@
+"""What a method costs beside the index, with what is there already taken off."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_trak.errors import HfTrakError
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.replaying import trained_with
+from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.methods import AnyMethod, Replay
+from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
+
+_OF_INDEX = ("settings", "features", "targets", "solver")
+"""Stages of an estimate that an index has in any case."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of the scores of some targets.
+
+    Attributes:
+        passes (`int`): forward and backward passes of single rows, divided by the number of processes.
+        disk (`int`): bytes that stay on disk.
+    """
+
+    passes: int
+    disk: int = 0
+
+
+def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[int]) -> Price:
+    """Work out the price of a method from its estimate.
+
+    Args:
+        model: the featurized model.
+        method: the method.
+        m: number of targets.
+        checkpoints: ids of the checkpoints to average over.
+
+    Raises:
+        HfTrakError: a run or a recipe is to be replayed that cannot be.
+        StoreError: its record is damaged.
+    """
+    processes = model.processes.num_processes
+    run = None
+    if isinstance(method, Replay):
+        checkpoints = checkpoints[-1:]
+        if method.of == "run":
+            run = RunReplay(model, method).summary()
+        else:
+            method = replace(method, steps=min(method.steps, trained_with(model).steps))
+    stages = model.estimate(m, len(checkpoints), False, method, run).stages
+    extra = {name: one for name, one in stages.items() if name not in _OF_INDEX}
+    directory = model.store.output_dir / "curvature"
+    if all((directory / str(one) / "curvature.json").exists() for one in checkpoints):
+        extra.pop("curvature", None)
+    passes = sum(one.passes for one in extra.values())
+    return Price(-(-passes // processes), sum(one.disk for one in extra.values()))
+
+
+def has_record(model: FeaturizedModel, name: str = "run") -> bool:
+    """Tell whether the run of a model is recorded, ended with its weights, and can be replayed.
+
+    Args:
+        model: the featurized model.
+        name: name of the record.
+
+    Raises:
+        StoreError: the record is damaged.
+    """
+    directory = model.store.output_dir / "trajectory" / name
+    if not (directory / RECORD_FILE).exists():
+        return False
+    record = RunRecord.open(directory)
+    if record.layout != model.layout:
+        return False
+    last = trained_weights(dict(model.model.named_parameters()), record.layout)
+    try:
+        RunReplay(model, Replay(of="run", name=name))
+    except HfTrakError:
+        return False
+    return torch.equal(record.weights(record.states()[-1]), last)

@@ -1,0 +1,104 @@
+"""The share of the rows whose curvature a sweep uses, chosen by how well draws of different rows agree.
+
+Two sweeps, each with another part p of the rows, give scores of a target with the correlation r. The noise of a draw
+of the share f has the variance v(1/f − 1), relative to the scores of all rows, and that of two draws without common
+rows has the covariance −v. So v = (1 − r)/(1 + r(1/p − 1)), and 1/√(1 + v(1/f − 1)) is the correlation of scores of a
+share with those of all rows.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_trak.trajectory.passes import CurvatureForm
+
+PROBED = 4
+"""Targets whose scores are computed twice to choose a share."""
+
+PROBE_SHARE = 0.1
+"""The share of each of both draws."""
+
+AGREEMENT = 0.97
+"""The correlation with scores of all rows that a share is chosen for."""
+
+BUDGET = 12.0
+"""Trainings that a replay may take for it."""
+
+LEAST = 0.05
+"""The share at least."""
+
+PRODUCTS: dict[CurvatureForm, float] = {"gauss-newton": 4 / 3, "hessian": 2.0}
+"""Work of a product of a row and a direction, in forward and backward passes of the row: a forward pass with tangents
+and a backward pass are four products of matrices where training has three, and differentiating twice is six."""
+
+
+def trainings(targets: int, share: float, form: CurvatureForm) -> float:
+    """Estimate the work of a sweep in trainings: to rebuild the states, for gradients of rows, and for products."""
+    return 2 + PRODUCTS[form] * share * targets
+
+
+def noise(first: Tensor, second: Tensor) -> float:
+    """Estimate v from the scores of two draws of [`PROBE_SHARE`], `(n, m)` each, in the mean of targets."""
+    deviations = [one.double() - one.double().mean(0) for one in (first, second)]
+    norms = deviations[0].norm(dim=0) * deviations[1].norm(dim=0)
+    r = float(((deviations[0] * deviations[1]).sum(0) / norms.clamp_min(1e-300)).mean().clamp(0, 1))
+    return (1 - r) / (1 + r * (1 / PROBE_SHARE - 1))
+
+
+def agreement(noise: float, share: float) -> float:
+    """Predict the correlation of scores of a share with those of all rows."""
+    return 1 / math.sqrt(1 + noise * (1 / share - 1))
+
+
+@dataclass(frozen=True)
+class ShareChoice:
+    """A share, and why. `str()` says it in a line.
+
+    Attributes:
+        share (`float`): the share.
+        wanted (`float`): the share that reaches [`AGREEMENT`].
+        work (`float`): trainings that the replay takes.
+        agreement (`float`, *optional*): the predicted correlation with the scores of all rows, where it was measured.
+    """
+
+    share: float
+    wanted: float
+    work: float
+    agreement: float | None = None
+
+    @classmethod
+    def unmeasured(cls, targets: int, form: CurvatureForm) -> "ShareChoice | None":
+        """Take all rows where these are within [`BUDGET`], and `None` where shares have to be measured.
+
+        Args:
+            targets: m.
+            form: the curvature of all rows.
+        """
+        work = trainings(targets, 1.0, form)
+        return cls(1.0, 1.0, work) if work <= BUDGET else None
+
+    @classmethod
+    def measured(cls, noise: float, targets: int, form: CurvatureForm) -> "ShareChoice":
+        """Choose a share by the noise of shares.
+
+        Args:
+            noise: v.
+            targets: m.
+            form: the curvature of a part of the rows.
+        """
+        wanted = 1 / (1 + (1 / AGREEMENT**2 - 1) / max(noise, 1e-12))
+        affordable = (BUDGET - 2) / (PRODUCTS[form] * targets)
+        share = round(min(1.0, max(LEAST, min(wanted, affordable))), 3)
+        return cls(share, wanted, trainings(targets, share, form), agreement(noise, share))
+
+    def __str__(self) -> str:
+        if self.agreement is None:
+            return f"The replay uses the curvature of all rows: {self.work:.3g} trainings, at most {BUDGET:g}."
+        why = (
+            f"The replay uses the curvature of {self.share:.0%} of the rows: scores of different rows predict a "
+            f"correlation of {self.agreement:.2f} with those of all of them, for {self.work:.3g} trainings"
+        )
+        if self.share >= self.wanted - 1e-3:
+            return f"{why}."
+        return f"{why}. Expected {AGREEMENT}, within {BUDGET:g} trainings. Set `hessian_share={self.wanted:.2f}`."

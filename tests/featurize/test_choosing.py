@@ -1,0 +1,136 @@
+"""The choice of `method="auto"` by a budget, what it says, recommendations, and the figures that they rest on."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_runs import config, recorded, sentences, trainer
+
+from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor
+from hf_trak.featurize import choosing
+from hf_trak.featurize.choosing import Option, Options
+from hf_trak.featurize.pricing import Price, price
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = sentences(4, 1)
+
+
+def option(method, passes: int, quality: float, of_banks: bool = True) -> Option:
+    return Option(method, Price(passes), quality, "figures", of_banks)
+
+
+def test_budgets() -> None:
+    """A minute is 6,000 row passes here, and featurizing 1,000."""
+    slow, near = option(Exact("ekfac", "cg"), 10_000, 0.6), option(Exact("hybrid"), 5_000, 0.55)
+    cheap, index = option(Exact("ekfac"), 2_000, 0.54), option(Index(), 0, 0.35)
+    found = Options((slow, near, cheap, index), 100.0, 1_000)
+    assert [found.within(one) for one in ("fast", "balanced", "best")] == [index, cheap, slow]
+    assert Options((slow, near, cheap, index), 1.0, 1_999).within("balanced") == index
+    assert Options((slow, near, cheap, index), 1.0, 2_000).within("balanced") == cheap
+    measured = tuple(option(one.method, one.price.passes, one.quality, False) for one in (near, cheap, index))
+    assert Options(measured, 100.0, 1_000).within("balanced").method == near.method
+    replay = option(Replay(of="run"), 90_000, 1.0, False)
+    assert Options((replay, slow, index), 100.0, 1_000).within("best") == replay
+
+
+def test_the_line_says_what_why_and_what_would_be_better() -> None:
+    best, index = option(Exact("hybrid"), 9_000, 0.5), option(Index(), 0, 0.35)
+    found = Options((best, index), 100.0, 1_000)
+    assert found.line(index, "fast") == (
+        "`method='auto'` takes Index() (figures; no time beside the index), `budget` is 'fast'. "
+        "Better: Exact(curvature='hybrid') (figures; about 1 min 30 s)."
+    )
+    assert "Better" not in found.line(best, "best")
+    assert "about 9 times as long as featurizing" in Options((best, index), None, 1_000).line(index, "fast")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("run")
+    run = trainer(place)
+    run.train()
+    TrakAttributor.from_trainer(run, config(place)).featurize()
+    return place
+
+
+def with_budget(directory: Path, budget: str) -> TrakAttributor:
+    run = trainer(directory)
+    run.train()
+    return TrakAttributor.from_trainer(run, config(directory, budget=budget))
+
+
+def scores_of(attributor: TrakAttributor, **options) -> np.ndarray:
+    return np.array(attributor.attribute(TARGETS, **options)["trak_scores"][:])
+
+
+@pytest.mark.parametrize(("budget", "method"), [("fast", Index()), ("balanced", None), ("best", Exact("ekfac", "cg"))])
+def test_what_auto_takes(directory: Path, budget: str, method, caplog, monkeypatch) -> None:
+    """Scores are those of the method that the line names. A language model: whole gradients are better."""
+    attributor = with_budget(directory, budget)
+    with caplog.at_level(logging.INFO, "hf_trak.featurize.choosing"):
+        found = scores_of(attributor, top_k=5)
+    (line,) = [one for one in caplog.records if one.name == choosing.__name__]
+    taken = eval(line.getMessage().partition("takes ")[2].partition(" (LDS")[0], {}, vars(choosing))
+    assert taken == method or (
+        method is None and taken in (Exact("ekfac"), Exact("hybrid"), Rerank(2000, "ekfac"), Exact("ekfac", "cg"))
+    )
+    assert np.array_equal(found, scores_of(attributor, top_k=5, method=taken))
+    assert line.levelno == logging.INFO
+    if budget == "best":
+        monkeypatch.setattr(choosing, "MINUTE", 0.0)
+        scores_of(attributor, top_k=5)
+        assert caplog.records[-1].levelno == logging.WARNING and "about" in caplog.text
+
+
+def test_scores_of_all_rows_are_not_reranked(directory: Path, monkeypatch) -> None:
+    """Where reranking is all that the budget allows, scores of all rows come from the index."""
+    attributor = with_budget(directory, "balanced")
+    monkeypatch.setattr(choosing, "possible", lambda model, method: isinstance(method, Rerank))
+    assert (
+        isinstance(attributor.recommend(4).rows[1].method, str) and "Rerank" in attributor.recommend(4).rows[1].method
+    )
+    assert np.array_equal(scores_of(attributor, top_k=None), scores_of(attributor, top_k=None, method="index"))
+    assert "trak_stage" in attributor.attribute(TARGETS, top_k=3).column_names
+    assert (
+        attributor.select(3, TARGETS)["trak_index"] == with_budget(directory, "fast").select(3, TARGETS)["trak_index"]
+    )
+
+
+def test_a_curvature_that_is_there_costs_nothing(directory: Path) -> None:
+    attributor = with_budget(directory, "fast")
+    attributor.fit_curvature()
+    features = attributor.features
+    stages = attributor.estimate(4, method=Exact("ekfac")).stages
+    expected = stages["exact targets"].passes + stages["exact scores"].passes
+    assert price(features, Exact("ekfac"), 4, [0]).passes == expected < expected + stages["curvature"].passes
+
+
+def test_recommendations(directory: Path, tmp_path: Path) -> None:
+    found = with_budget(directory, "fast").recommend(TARGETS)
+    assert [one.budget for one in found.rows] == ["fast", "balanced", "best"]
+    assert [eval(one.method, {}, vars(choosing)) for one in (found.rows[0], found.rows[2])] == [
+        Index(), Exact("ekfac", "cg")
+    ]  # fmt: skip
+    assert "attribute(eval_dataset, method=Index())" in str(found) and "record=True" in found.note
+    assert "LDS of models like this one on the banks .35" in found.rows[0].quality
+    run = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path)).featurize()
+    best = run.recommend(4)
+    assert best.rows[2].method == "Replay(of='run')" and "calibrate" in best.note
+    assert price(run.features, Replay(of="run"), 4, [0]).passes == pytest.approx(
+        run.trajectory().passes(4) * 10, abs=1
+    )
+
+
+def test_figures_and_page_are_those_of_the_benchmarks(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import which_method
+
+    figures = which_method.collected()
+    assert json.loads(which_method.FIGURES.read_text()) == figures == choosing.bank_figures()
+    page = which_method.PAGE.read_text().partition(which_method.BEGIN)[2].partition(which_method.END)[0]
+    assert page.strip() == which_method.table(figures)
+    assert figures["gpt2"]["lds"]["exact, hybrid"] == 0.54 and len(figures) == 7
+    sys.modules.pop("which_method")

@@ -1,0 +1,27 @@
+"""A warning of derivatives that grow on the way back names those that scores depend on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from replay_runs import recorded, replayed, tiny
+
+from hf_trak.methods import Replay
+from hf_trak.trajectory.sweep import BackwardSweep
+
+
+def test_nothing_is_said_of_what_lies_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a new adapter, A has no gradient in the first step, and Adam's step there a slope of 1/ε."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_alpha=4)
+    run = recorded(tmp_path, peft.get_peft_model(tiny(), adapters).double())
+    seen = []
+    monkeypatch.setattr(
+        BackwardSweep, "result", lambda self, m, read=BackwardSweep.result: seen.append(read(self, m)) or seen[-1]
+    )
+    replayed(run, tmp_path, Replay(of="run"))
+    assert float(seen[0].growth[0]) > 1e3 > float(seen[0].growth[1:].max())
+    assert not [text for text in caplog.messages if "grew" in text]
