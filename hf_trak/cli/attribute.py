@@ -25,7 +25,6 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
 )
 from hf_trak.cli.record import remembered
-from hf_trak.cli.training import trainer_of
 from hf_trak.config import TrakConfig
 from hf_trak.methods import Exact, Replay, Rerank, check_best_rows, checked_method
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
@@ -127,6 +126,8 @@ def run(argv: Sequence[str]) -> None:
             remember(built, model_args, data, write=False)
     attributor = built.attributor
     if replays and (wanted.replay.of == "recipe" or wanted.training_args is not None):
+        from hf_trak.cli.training import trainer_of  # slow to import
+
         source = model_args.model_name_or_path
         attributor.features.trainer = trainer_of(attributor.features, wanted.training_args, source)
     rows = built.preparation.prepare(stored, labelled=not wanted.predict)
