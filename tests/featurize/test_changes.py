@@ -200,7 +200,7 @@ HARMLESS: dict[str, Any] = {
     "num_draws": 3,  # of rows that are not drawn at random
     "engine": "iterative", "per_device_batch_size": 3, "use_cpu": True,
     "remove_unused_columns": False, "label_names": ["labels"], "curvature_memory": 1e-4,
-    "solver": "dual",
+    "solver": "dual", "budget": "best",
 }  # fmt: skip
 """Fields whose change leaves features as they are, but for rounding: what reaches the model is probed."""
 
