@@ -125,8 +125,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`hf-trak COMMAND --help` lists the options of a command that one needs first, `--help all` the others,",
-            "too. On several processes: `accelerate launch -m hf_trak COMMAND …`.",
+            "`--help` after a command lists its first options, `--help all` every one. On several processes: "
+            "`accelerate launch -m hf_trak COMMAND …`.",
         ]
     )
 

@@ -48,7 +48,7 @@ _RARE = (
     "image_column", "label_column", "eval_dataset_config_name", "eval_split", "max_eval_samples", "first_pass_bytes",
     "candidates", "max_new_tokens", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part",
     "num_processes", "replay_form", "replay_rows", "replay_steps", "replay_hessian_share", "replay_smoothing",
-    "replay_name", "replay_start",
+    "replay_name", "replay_start", "training_args", "rerank_rows", "refine", "all_scores",
 )  # fmt: skip
 
 """Other arguments that `--help all` alone prints."""
