@@ -13,6 +13,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.methods import Replay
 from hf_trak.trajectory.record import RunRecord, verify_record
 from hf_trak.trajectory.sweep import BackwardSweep
+from hf_trak.trajectory.swept_targets import SweptTargets
 
 MUTATIONS = 40
 
@@ -69,12 +70,19 @@ class _StoppedError(Exception):
     pass
 
 
-def stopped(directory: Path, run: Any, method: Replay, monkeypatch: pytest.MonkeyPatch) -> BackwardSweep:
+def stopped(
+    directory: Path, run: Any, method: Replay, monkeypatch: pytest.MonkeyPatch
+) -> tuple[BackwardSweep, SweptTargets]:
     """Replay a run up to the second file of its sweep back."""
-    kept: list[BackwardSweep] = []
-    keep = BackwardSweep._keep
+    sweeps: list[BackwardSweep] = []
+    kept: list[SweptTargets] = []
+    finish, keep = BackwardSweep.run, SweptTargets.keep
 
-    def stop(self: BackwardSweep, *given: Any) -> None:
+    def noted(self: BackwardSweep, *given: Any) -> None:
+        sweeps.append(self)
+        finish(self, *given)
+
+    def stop(self: SweptTargets, *given: Any) -> None:
         keep(self, *given)
         kept.append(self)
         if len(kept) == 2:
@@ -82,18 +90,19 @@ def stopped(directory: Path, run: Any, method: Replay, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
-        patch.setattr(BackwardSweep, "_keep", stop)
+        patch.setattr(BackwardSweep, "run", noted)
+        patch.setattr(SweptTargets, "keep", stop)
         with pytest.raises(_StoppedError):
             replayed(run, directory, method)
-    return kept[0]
+    return sweeps[0], kept[0]
 
 
 def test_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, tiny(dropout=0.1))
-    sweep = stopped(tmp_path, run, Replay(of="run"), monkeypatch)
-    other = stopped(tmp_path, run, Replay(of="run", smoothing=0.2), monkeypatch)
+    sweep, group = stopped(tmp_path, run, Replay(of="run"), monkeypatch)
+    _, other = stopped(tmp_path, run, Replay(of="run", smoothing=0.2), monkeypatch)
     targets = torch.zeros(TARGETS, sweep.width, dtype=sweep.dtype)
-    files = {path.name: path for path in sweep.directory.glob("*.safetensors")}
+    files = {path.name: path for path in group.directory.glob("*.safetensors")}
     assert any(name.startswith("state-") for name in files) and any(name.startswith("back-") for name in files)
     for seed, (name, path) in enumerate(sorted(files.items())):
         step = int(path.stem.rsplit("-", 1)[1])
@@ -105,21 +114,21 @@ def test_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for change in [*mutated(content, seed), foreign.read_bytes()]:
                 path.write_bytes(change)
                 with pytest.raises(HfTrakError):
-                    sweep._resumed(targets)
+                    group.begin(targets, sweep.losses)
             path.write_bytes(content)
-            sweep._resumed(targets)
+            group.begin(targets, sweep.losses)
 
 
 def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, tiny(dropout=0.1))
-    made: list[BackwardSweep] = []
-    finish = BackwardSweep.run
+    made: list[SweptTargets] = []
+    conclude = SweptTargets.conclude
 
-    def noted(self: BackwardSweep, *given: Any, **options: Any) -> Any:
+    def noted(self: SweptTargets, *given: Any) -> None:
         made.append(self)
-        return finish(self, *given, **options)
+        conclude(self, *given)
 
-    monkeypatch.setattr(BackwardSweep, "run", noted)
+    monkeypatch.setattr(SweptTargets, "conclude", noted)
     replayed(run, tmp_path, Replay(of="run"))
     replayed(run, tmp_path, Replay(of="run", smoothing=0.2))
-    refused(made[0].result_path, lambda: made[0].result(TARGETS), 0, made[1].result_path)
+    refused(made[0].result_path, made[0].result, 0, made[1].result_path)

@@ -7,7 +7,7 @@ import torch
 from replay_runs import recorded, replayed, tiny
 
 from hf_trak.methods import Replay
-from hf_trak.trajectory.sweep import BackwardSweep
+from hf_trak.trajectory.swept_targets import SweptTargets
 
 
 def test_nothing_is_said_of_what_lies_before_the_first_step(
@@ -20,7 +20,7 @@ def test_nothing_is_said_of_what_lies_before_the_first_step(
     run = recorded(tmp_path, peft.get_peft_model(tiny(), adapters).double())
     seen = []
     monkeypatch.setattr(
-        BackwardSweep, "result", lambda self, m, read=BackwardSweep.result: seen.append(read(self, m)) or seen[-1]
+        SweptTargets, "result", lambda self, read=SweptTargets.result: seen.append(read(self)) or seen[-1]
     )
     replayed(run, tmp_path, Replay(of="run"))
     assert float(seen[0].growth[0]) > 1e3 > float(seen[0].growth[1:].max())
