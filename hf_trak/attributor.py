@@ -541,9 +541,9 @@ class TrakAttributor:
             if not per_token:
                 return self._attributed(eval_dataset, top_k, method, per, group_by, name, checkpoints)
             self._check_breakdown(eval_dataset, top_k, method, per, group_by)
-            chosen = self._asked(eval_dataset, method, name, checkpoints, None)[0]
             batches = self.features.featurizer().batches(eval_dataset, "target")
             singles = single_labels(self.task, batches, eval_dataset)
+            chosen = self._asked(eval_dataset, method, name, checkpoints, None)[0]
             scored = self._attributed(eval_dataset, top_k, chosen, per, None, name, checkpoints)
             last, alone = self._last, None if name is None else f"{name}-tokens"
             parts = self._attributed(singles, None, chosen, per, None, alone, checkpoints)
