@@ -121,8 +121,8 @@ def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "method"),
     [
-        ("", Index()),
-        ("--method auto", Index()),
+        ("", "auto"),
+        ("--method auto", "auto"),
         ("--method index --first_pass_bytes 512 --candidates 2000", Index(512, 2000)),
         ("--method exact --refine cg", Exact(refine="cg")),
         ("--method rerank", Rerank()),
@@ -130,7 +130,7 @@ def test_the_estimate_names_the_stages(place: Path, answer: Answer, capsys: pyte
          Rerank(50, refine="cg,steps=2", index=Index(512))),
     ],
 )  # fmt: skip
-def test_options_are_those_of_the_library(argv: str, method: Method) -> None:
+def test_options_are_those_of_the_library(argv: str, method: Method | str) -> None:
     (given,) = parse_yaml_and_args(MethodArguments, argv.split())
     assert given.chosen() == method
 
@@ -150,7 +150,11 @@ def test_options_of_other_methods_are_refused(argv: str, message: str) -> None:
         parse_yaml_and_args(MethodArguments, argv.split())
 
 
-def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["attribute", "--help"])
-    assert "--rerank_rows ROWS" in capsys.readouterr().out
+def test_help_tells_of_the_method_first_and_of_its_options_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for more in ([], ["all"]):
+        with pytest.raises(SystemExit):
+            main(["attribute", "--help", *more])
+        printed.append(capsys.readouterr().out)
+    assert ["--rerank_rows ROWS" in text for text in printed] == [False, True]
+    assert all("{auto,index,exact,rerank,replay}" in text for text in printed)

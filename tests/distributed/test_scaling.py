@@ -33,7 +33,7 @@ def test_parameters_operations_and_index(costs, tied):
 
 
 def test_the_page_has_the_table_that_the_script_prints(costs):
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "benchmarks" / "pages" / "large_lm.md").read_text()
     assert costs.table(4, 1024, 8, 2**28) in page
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from damage import Damage, swapped
 from datasets import Dataset
+from file_mutations import mutations
 from hub_server import TOKEN, Hub, client, hub
-from mutations import mutations
 from test_hub_hostile import resealed
 from trak_options import trak_config
 

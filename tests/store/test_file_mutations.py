@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from mutations import mutations
+from file_mutations import mutations
 from test_store_mutations import check
 from torch import Tensor
 

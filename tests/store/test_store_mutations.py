@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from damage import Damage
-from mutations import every_header_flip, mutations
+from file_mutations import every_header_flip, mutations
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError
