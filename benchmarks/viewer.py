@@ -160,7 +160,7 @@ def text_targets(count: int) -> list[dict[str, Any]]:
 
 def ask(url: str, values: dict[str, Any]) -> object:
     """Ask as a program does."""
-    data = {"data": [{"text": values["text.text"]}, None, 10, "", None, 0, False]}
+    data = {"data": [{"text": values["text.text"]}, None, 10, "", None, 0, False, ""]}
     request = urllib.request.Request(f"{url}gradio_api/call/attribute", json.dumps(data).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=120) as answer:

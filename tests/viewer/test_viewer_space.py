@@ -159,7 +159,7 @@ def started(space: Path, hub: Hub) -> Iterator[str]:
 
 def ask(url: str, texts: dict[str, str]) -> list[dict[str, Any]]:
     """Ask over HTTP, as any program can."""
-    data = [texts, None, 10, "", None, 0, False]
+    data = [texts, None, 10, "", None, 0, False, ""]
     request = urllib.request.Request(f"{url}gradio_api/call/attribute", json.dumps({"data": data}).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=60) as answer:
