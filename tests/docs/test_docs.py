@@ -450,7 +450,7 @@ def test_evaluation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "docs/evaluation.md",
         namespace,
         hf_trak_command,
-        replace={", 100)": ", 8)", "wrong).auc": "wrong, resamples=50).auc", '"noisy")': '"noisy", proj_dim=512)'},
+        replace={", 100)": ", 8)"},
         checks={"attributor.verify(": verified, "TrainerRetraining(make_trainer, train_dataset, targets)": measured},
     )
     assert_documented(place / "lds", "lds")
