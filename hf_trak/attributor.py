@@ -683,7 +683,8 @@ class TrakAttributor:
                 The share of the training rows to leave out.
 
         Returns:
-            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation.
+            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation,
+            which the report of these scores has, too.
 
         Raises:
             ValueError: `share` leaves out no row, or all of them; or the loss of the trainer cannot be masked.
@@ -695,7 +696,9 @@ class TrakAttributor:
         retraining = TrainerRetraining(
             make_trainer, self.train_dataset, *given[:3], batch_size=self.args.batch_size, drop="mask"
         )
-        return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
+        found = check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
+        last_result(self).check = str(found)
+        return found
 
     def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
         """Tell what each training row did to validation rows, what may be wrong with it and what to do.
