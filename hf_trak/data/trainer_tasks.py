@@ -100,7 +100,7 @@ def _owner(trainer: Any) -> type:
 
 
 def _name_own_steps(trainer: Any) -> None:
-    """Warn of methods of the trainer that change what `compute_loss` gets, or what becomes of the loss."""
+    """Name methods of the trainer that change what `compute_loss` gets, or what becomes of the loss."""
     known = ("transformers", "sentence_transformers", "setfit")
     for cls in type(trainer).__mro__:
         package = cls.__module__.partition(".")[0]
@@ -163,8 +163,8 @@ def _looked_at(rows: Any) -> list[int]:
 
 
 def _same_labels(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    labels = [batch.get("labels") for batch in (one, other)]
-    return all(isinstance(found, Tensor) for found in labels) and torch.equal(*labels)
+    left, right = one.get("labels"), other.get("labels")
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
 
 
 def _first_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> _FirstRows | None:
