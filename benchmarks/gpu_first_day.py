@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_first_day.py --out first_day
 
-In this order: the tests that need a GPU (`pytest -m gpu`), the kernels beside the chip's limits (`gpu_kernels.py`), and
-six models, featurized and beside a plain step (`gpu_models.py`). `first_day/` gets the log of the tests and the
+In this order: the tests that need a GPU (`pytest -m gpu`), the kernels beside the chip's limits (`gpu_kernels.py`),
+and six models, featurized and beside a plain step (`gpu_models.py`). `first_day/` gets the log of the tests and the
 figures as JSON.
 """
 

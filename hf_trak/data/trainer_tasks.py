@@ -117,7 +117,7 @@ def _name_own_steps(trainer: Any) -> None:
 
 def _own_loss(trainer: Any) -> str | None:
     """Say what makes the loss of a trainer its own, by the trainer's code and settings; `None` if nothing does."""
-    if getattr(trainer, "compute_loss_func", None) is not None:
+    if callable(getattr(trainer, "compute_loss_func", None)):  # TRL passes a string, so that losses are not scaled
         return "it has a `compute_loss_func`"
     if getattr(trainer, "label_smoother", None) is not None:
         return f"`label_smoothing_factor` is {trainer.args.label_smoothing_factor}"
