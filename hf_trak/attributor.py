@@ -618,7 +618,7 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def calibrate(self, eval_dataset: Any, targets: int = 6, by: Replay | None = None) -> Calibration:
+    def calibrate(self, eval_dataset: Any = None, targets: int = 6, by: Replay | None = None) -> Calibration:
         """Replay a few targets of the run, and find the method whose scores agree with them best.
 
         The index at several ridges, EK-FAC at several dampings, the hybrid and refined targets are judged, as many as
@@ -628,8 +628,9 @@ class TrakAttributor:
         the run are others.
 
         Args:
-            eval_dataset (`Dataset`):
-                The targets, from which some are drawn.
+            eval_dataset (`Dataset`, *optional*):
+                The targets, from which some are drawn. By default they are training rows, judged without their scores
+                for themselves.
             targets (`int`, *optional*, defaults to 6):
                 Number of targets to replay, at least 3; all if there are fewer.
             by ([`~hf_trak.Replay`], *optional*):

@@ -187,8 +187,9 @@ class HookedPass:
             nonlocal token
             if token is None:
                 raise RuntimeError("A graph of the hooked engine was run backward twice.")
-            node, token = token.grad_fn, None
-            saved = node.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again, hooks and all
+            keeper, token = token, None  # a node lives, and keeps what it saved, as long as its result
+            saved = keeper.grad_fn.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again
+            del keeper
             self.received(lambda: receive(grad.reshape(shape), saved))
 
         watched.register_hook(hook)
