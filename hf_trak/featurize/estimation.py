@@ -414,7 +414,7 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
         probed = run.passes(2 * min(PROBED, together), PROBE_SHARE)
     sweeps, alone = math.ceil(m / together), run.passes(0, share)
     passes = probed + alone * sweeps + run.passes(m, share) - alone
-    results = 8 * m * (n + 2 * run.steps) + 16 * sweeps * run.steps
+    results = 8 * m * (n + 2 * run.steps) + 24 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before
     return Cost(results, states + kept, run.memory(together), math.ceil(passes * n))

@@ -1,5 +1,6 @@
 """Replays of recorded `Trainer` runs against retraining, kills, and what is refused."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -285,7 +286,8 @@ def test_steps_that_miss_the_next_weights_give_way_to_lines(
         monkeypatch.setattr(RunReplay, "path", path)
         found[name] = scores_of(attributor.attribute(EVAL, top_k=None, method=Replay(of="run"), name=name))
     assert torch.equal(found["sparse"], found["lines"])
-    assert "The steps of the run, taken again, missed the next known weights by 50 %" in caplog.text
+    missed = re.search(r"taken again, missed the next known weights by (\d+) % of the way to them", caplog.text)
+    assert missed is not None and int(missed[1]) >= 50  # half the way, and more where it begins elsewhere
 
 
 @pytest.mark.parametrize(
