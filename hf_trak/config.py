@@ -27,6 +27,9 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int
 DEFAULT_WIDTH = 4096
 """Number of columns of projected features, unless it is given."""
 
+HESSIAN_SHARE = 0.5
+"""Part of the rows of a run from which on their Hessian is used on the way back, not the Gauss-Newton matrix."""
+
 DEFAULT_FACTORED_DIM = 128
 """Rows and columns that the `"factored"` projection leaves of a large matrix, unless they are given."""
 

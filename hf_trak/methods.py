@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_trak.config import CurvatureName
+from hf_trak.config import HESSIAN_SHARE, CurvatureName
 from hf_trak.curvature.conjugate_gradients import Refinement, checked_refinement
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
@@ -150,16 +150,17 @@ class Replay:
             rows. `"run"`: what they did in the run itself.
         form (`str`, *optional*):
             Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
-            whole, and wants more rows. By default the Hessian for a run with all rows, and else Gauss-Newton.
+            whole, and wants more rows. By default the Hessian for a run with half of the rows or more, and else
+            Gauss-Newton.
         rows (`int`, *optional*, defaults to 8):
             Rows whose curvature each step of a recipe has, drawn at random.
         steps (`int`, *optional*, defaults to 1000):
             Steps of a recipe back at most. Those of a longer run are taken together, which is refused where it makes
             steps too large for the curvature.
         hessian_share (`float`, *optional*):
-            Part of the rows of a run whose curvature is used: less work, and more noise. By default all rows for few
-            targets. For more, two draws of a tenth are compared, and the share that agrees with all rows to .97 is
-            taken, within the work of twelve trainings.
+            Part of the rows of a run whose curvature is used: less work, and more noise. By default what twelve
+            trainings pay, all rows for five targets and half of them for ten. For more, two draws of a tenth are
+            compared, and the share that agrees with all rows to .97 is taken, within the same work.
         smoothing (`float`, *optional*, defaults to 0.1):
             κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
             derivative, which fails without warmup.
@@ -199,7 +200,7 @@ class Replay:
         """Return the curvature that is used."""
         if self.form is not None:
             return self.form
-        return "hessian" if self.of == "run" and self.hessian_share == 1 else "gauss-newton"
+        return "hessian" if self.of == "run" and (self.hessian_share or 0.0) >= HESSIAN_SHARE else "gauss-newton"
 
 
 @dataclass(frozen=True)

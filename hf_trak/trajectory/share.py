@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_trak.config import HESSIAN_SHARE
 from hf_trak.trajectory.passes import CurvatureForm
 
 PROBED = 4
@@ -69,14 +70,17 @@ class ShareChoice:
 
     @classmethod
     def unmeasured(cls, targets: int, form: CurvatureForm) -> "ShareChoice | None":
-        """Take all rows where these are within [`BUDGET`], and `None` where shares have to be measured.
+        """Take as many rows as [`BUDGET`] pays, and `None` where these are too few for the Hessian.
+
+        What the Gauss-Newton matrix leaves out costs more than the noise of half of the rows: no draw has to be
+        compared to know that (`benchmarks/pages/replay_cost.md`).
 
         Args:
             targets: m.
-            form: the curvature of all rows.
+            form: the curvature.
         """
-        work = trainings(targets, 1.0, form)
-        return cls(1.0, 1.0, work) if work <= BUDGET else None
+        share = round(min(1.0, (BUDGET - 2) / (PRODUCTS[form] * targets)), 3)
+        return cls(share, share, trainings(targets, share, form)) if share >= HESSIAN_SHARE else None
 
     @classmethod
     def measured(cls, noise: float, targets: int, form: CurvatureForm) -> "ShareChoice":
@@ -94,7 +98,8 @@ class ShareChoice:
 
     def __str__(self) -> str:
         if self.agreement is None:
-            return f"The replay uses the curvature of all rows: {self.work:.3g} trainings, at most {BUDGET:g}."
+            rows = "all rows" if self.share == 1 else f"{self.share:.0%} of the rows"
+            return f"The replay uses the curvature of {rows}: {self.work:.3g} trainings, at most {BUDGET:g}."
         why = (
             f"The replay uses the curvature of {self.share:.0%} of the rows: scores of different rows predict a "
             f"correlation of {self.agreement:.2f} with those of all of them, for {self.work:.3g} trainings"

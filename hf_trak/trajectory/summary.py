@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hf_trak.config import HESSIAN_SHARE
 from hf_trak.trajectory.record import is_known
 from hf_trak.trajectory.share import trainings
 from hf_trak.trajectory.states import RunPath
@@ -61,10 +62,12 @@ class RunSummary:
 
         Args:
             targets (`int`): m.
-            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`]. All rows have the Hessian,
-                a part of them the Gauss-Newton matrix.
+            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`]. Half of the rows or more
+                have the Hessian, fewer the Gauss-Newton matrix.
         """
-        return self.epochs * trainings(targets, hessian_share, "hessian" if hessian_share == 1 else "gauss-newton")
+        return self.epochs * trainings(
+            targets, hessian_share, "hessian" if hessian_share >= HESSIAN_SHARE else "gauss-newton"
+        )
 
     def memory(self, targets: int) -> int:
         """Estimate the bytes of a sweep of m targets together, beside the model and its passes."""

@@ -70,7 +70,8 @@ def test_agreement_is_predicted_from_two_draws() -> None:
 
 def test_shares_are_as_large_as_needed_and_affordable() -> None:
     assert ShareChoice.unmeasured(1, "hessian") == ShareChoice(1.0, 1.0, 4.0)
-    assert ShareChoice.unmeasured(40, "hessian") is None
+    assert ShareChoice.unmeasured(10, "hessian") == ShareChoice(0.5, 0.5, 12.0)
+    assert ShareChoice.unmeasured(11, "hessian") is None is ShareChoice.unmeasured(40, "hessian")
     quiet, loud = (ShareChoice.measured(v, 10, "gauss-newton") for v in (0.01, 0.05))
     assert quiet.agreement == pytest.approx(AGREEMENT, abs=1e-3) == loud.agreement
     assert quiet.share < loud.share < 1
@@ -90,15 +91,20 @@ def test_the_share_is_chosen_unless_given(
     assert "The replay uses the curvature of all rows: 8 trainings, at most 12." in caplog.text
     assert torch.equal(few, scores_of(replayed(run, tmp_path, RUN)))
     caplog.clear()
-    monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 4.0)
+    monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 6.5)
+    half = scores_of(replayed(run, tmp_path, Replay(of="run")))
+    assert "The replay uses the curvature of 75% of the rows: 6.5 trainings, at most 6.5." in caplog.text
+    assert torch.equal(half, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.75, form="hessian"))))
+    caplog.clear()
+    monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 3.2)
     draws: list[torch.Tensor] = []
     monkeypatch.setattr("hf_trak.featurize.run_replaying.noise", lambda *given: draws.extend(given) or 1.0)
     chosen = scores_of(replayed(run, tmp_path, Replay(of="run")))
     assert [one.shape for one in draws] == [few.T.shape] * 2
     assert not torch.allclose(*draws)
-    assert "The replay uses the curvature of 50% of the rows" in caplog.text
-    assert "for 4 trainings. Expected 0.97, within 4 trainings. Set `hessian_share=" in caplog.text
-    assert torch.equal(chosen, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))))
+    assert "The replay uses the curvature of 30% of the rows" in caplog.text
+    assert "for 3.2 trainings. Expected 0.97, within 3.2 trainings. Set `hessian_share=" in caplog.text
+    assert torch.equal(chosen, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.3))))
     assert not torch.allclose(chosen, few)
 
 
