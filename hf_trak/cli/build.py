@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments
+from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments, option
 from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation
 from hf_trak.cli.record import RECORD, read_record
 from hf_trak.config import TrakConfig
@@ -28,24 +28,16 @@ from hf_trak.store.sealed import write_sealed
 class MethodArguments:
     """Options of how scores are computed, as `method` of `TrakAttributor.attribute`."""
 
-    method: MethodName = field(
-        default="auto",
-        metadata={
-            "help": "Score with the features (`index`), with whole gradients under a curvature (`exact`), with those "
-            "of the rows that the features rank first (`rerank`), or with the run (`replay`). `auto` is the index, "
-            "unless `--budget` allows more."
-        },
+    method: MethodName = option(
+        "Score with the features (`index`), with whole gradients under a curvature (`exact`), with those "
+        "of the rows that the features rank first (`rerank`), or with the run (`replay`). `auto` is the index, "
+        "unless `--budget` allows more.",
+        "auto",
     )
-    rerank_rows: int | None = field(
-        default=None, metadata={"help": "Rows to rerank, for each target and end. By default 2,000."}
-    )
-    first_pass_bytes: int | None = field(
-        default=None, metadata={"help": "Look at so many bytes of every row first (codes only)."}
-    )
-    candidates: int | None = field(default=None, metadata={"help": "Rows that are then read whole."})
-    refine: str | None = field(
-        default=None, metadata={"help": "Refine the targets of exact scores: `cg`, or `cg,steps=5,rows=512`."}
-    )
+    rerank_rows: int | None = option("Rows to rerank, for each target and end. By default 2,000.", None)
+    first_pass_bytes: int | None = option("Look at so many bytes of every row first (codes only).", None)
+    candidates: int | None = option("Rows that are then read whole.", None)
+    refine: str | None = option("Refine the targets of exact scores: `cg`, or `cg,steps=5,rows=512`.", None)
     replay: Replay = field(default_factory=Replay)
 
     def __post_init__(self) -> None:

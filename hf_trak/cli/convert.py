@@ -1,11 +1,11 @@
 """`hf-trak convert`: keep a feature store with fewer bits per number."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.record import RECORD, is_copy, remembered
 from hf_trak.config import FeatureDtype, TrakConfig
 from hf_trak.runtime.checks import checked_int
@@ -17,17 +17,13 @@ from hf_trak.store.store import FeatureStore
 class ConvertArguments:
     """The store, and what becomes of it."""
 
-    output_dir: str = field(metadata={"help": "Directory of the store, or copy of an index; may stand first."})
-    to: str = field(metadata={"help": "Directory of the result."})
-    feature_dtype: FeatureDtype = field(
-        default="int4",
-        metadata={"help": "Storage of the result, of fewer bits than now: `int8`, `int4`, `int2`, `int1` or a dtype."},
+    output_dir: str = option("Directory of the store, or copy of an index; may stand first.")
+    to: str = option("Directory of the result.")
+    feature_dtype: FeatureDtype = option(
+        "Storage of the result, of fewer bits than now: `int8`, `int4`, `int2`, `int1` or a dtype.", "int4"
     )
-    targets: int = field(
-        default=16,
-        metadata={"help": "Number of training rows that are drawn as targets to compare scores; 0 compares none."},
-    )
-    use_cpu: bool = field(default=False, metadata={"help": "Stay on the CPU even if the machine has an accelerator."})
+    targets: int = option("Number of training rows that are drawn as targets to compare scores; 0 compares none.", 16)
+    use_cpu: bool = option("Stay on the CPU even if the machine has an accelerator.", False)
 
     def __post_init__(self) -> None:
         self.targets = checked_int(self.targets, "targets", 0, type_error=ValueError)

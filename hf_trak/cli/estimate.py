@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hf_trak.cli.build import MethodArguments, load_training
-from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.preparation import load_model
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.estimate import estimate
@@ -15,17 +15,11 @@ from hf_trak.featurize.estimate import estimate
 class EstimateArguments(MethodArguments):
     """The amount of work."""
 
-    train_size: int | None = field(
-        default=None, metadata={"help": "Number of training rows, if `dataset_name` is not given."}
-    )
-    eval_size: int = field(default=0, metadata={"help": "Number of targets."})
-    num_checkpoints: int = field(
-        default=1, metadata={"help": "Number of checkpoints, if `checkpoints` are not given."}
-    )
-    num_processes: int = field(default=1, metadata={"help": "Number of processes."})
-    measure: bool = field(
-        default=False, metadata={"help": "Featurize a few batches of `dataset_name` to estimate the time."}
-    )
+    train_size: int | None = option("Number of training rows, if `dataset_name` is not given.", None)
+    eval_size: int = option("Number of targets.", 0)
+    num_checkpoints: int = option("Number of checkpoints, if `checkpoints` are not given.", 1)
+    num_processes: int = option("Number of processes.", 1)
+    measure: bool = option("Featurize a few batches of `dataset_name` to estimate the time.", False)
 
 
 def run(argv: Sequence[str]) -> None:

@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 
-from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, table
+from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args, table
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
 from hf_trak.evaluation import Bank, BankScore, evaluate_bank, evaluate_lds
 from hf_trak.report.run import AttributionRun
@@ -23,40 +23,25 @@ class EvaluateArguments:
     """Scores, and what retraining on subsets has shown: `--bank` and `--scores`, or `--run`, `--masks` and
     `--outputs`."""
 
-    bank: str | None = field(
-        default=None, metadata={"help": "Bank of retrained models: a directory, or a dataset repo on the Hub."}
+    bank: str | None = option("Bank of retrained models: a directory, or a dataset repo on the Hub.", None)
+    scores: list[str] | None = option(
+        "NAME=PATH of each method to judge on the bank. PATH is a run made with `--all_scores`, or a .npy "
+        "file of scores (n_train, n_targets), higher for more helpful rows. Differences are those to the first.",
+        None,
     )
-    scores: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "NAME=PATH of each method to judge on the bank. PATH is a run made with `--all_scores`, or a .npy "
-            "file of scores (n_train, n_targets), higher for more helpful rows. Differences are those to the first."
-        },
+    parts: list[str] | None = option(
+        "Parts of the bank. By default all complete ones, except for repeats and removals.", None
     )
-    parts: list[str] | None = field(
-        default=None,
-        metadata={"help": "Parts of the bank. By default all complete ones, except for repeats and removals."},
+    targets: list[int] | None = option("Numbers of the targets to judge on, from 0. By default all.", None)
+    revision: str | None = option("Branch, tag or commit of a bank on the Hub.", None)
+    run: str | None = option(
+        "Run made with `--all_scores`, or a .npy file of scores, to judge with --masks and --outputs; may "
+        "stand first.",
+        None,
     )
-    targets: list[int] | None = field(
-        default=None, metadata={"help": "Numbers of the targets to judge on, from 0. By default all."}
-    )
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a bank on the Hub."})
-    run: str | None = field(
-        default=None,
-        metadata={
-            "help": "Run made with `--all_scores`, or a .npy file of scores, to judge with --masks and --outputs; may "
-            "stand first."
-        },
-    )
-    masks: str | None = field(
-        default=None,
-        metadata={"help": ".npy file (subsets, n_train): true where a training row belongs to a subset."},
-    )
-    outputs: str | None = field(
-        default=None,
-        metadata={
-            "help": ".npy file (subsets, n_targets): model outputs on the targets after training on each subset."
-        },
+    masks: str | None = option(".npy file (subsets, n_train): true where a training row belongs to a subset.", None)
+    outputs: str | None = option(
+        ".npy file (subsets, n_targets): model outputs on the targets after training on each subset.", None
     )
 
 

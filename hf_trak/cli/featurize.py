@@ -2,12 +2,20 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_trak.cli.build import build, quiet, remember, require_run
-from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args, table
+from hf_trak.cli.parser import (
+    DataArguments,
+    ModelArguments,
+    OutputArguments,
+    answer,
+    option,
+    parse_yaml_and_args,
+    table,
+)
 from hf_trak.cli.record import remembered, require_own
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.fidelity import measure_fidelity
@@ -19,9 +27,9 @@ from hf_trak.hub.push import train_source
 class PartArguments:
     """The part of the work to do, for jobs that share a directory."""
 
-    part: list[int] = field(
+    part: list[int] = option(
+        "Index and number of parts, for job arrays: `--part 2 8` does the third of eight parts.",
         default_factory=lambda: [0, 1],
-        metadata={"help": "Index and number of parts, for job arrays: `--part 2 8` does the third of eight parts."},
     )
 
     def __post_init__(self) -> None:
@@ -33,12 +41,10 @@ class PartArguments:
 class FidelityArguments:
     """The comparison with exact scores."""
 
-    fidelity: bool = field(
-        default=False,
-        metadata={
-            "help": "When all features are there, compare scores from them with exact ones on 64 training rows and 16 "
-            "targets. A curvature is fitted for that."
-        },
+    fidelity: bool = option(
+        "When all features are there, compare scores from them with exact ones on 64 training rows and 16 "
+        "targets. A curvature is fitted for that.",
+        False,
     )
 
 

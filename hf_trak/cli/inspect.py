@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args, size, table
+from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args, size, table
 from hf_trak.curvature.files import curvature_records, described_curvature, verify_curvature
 from hf_trak.errors import StoreError
 from hf_trak.store.atomic import Leftover, leftovers
@@ -25,27 +25,20 @@ _SHOWN = (
 class InspectArguments:
     """The directory to inspect, and what to do there."""
 
-    output_dir: str = field(
-        metadata={"help": "Directory of a store, an index, a run, a TRAKer, retrainings or a bank; may stand first."}
+    output_dir: str = option(
+        "Directory of a store, an index, a run, a TRAKer, retrainings or a bank; may stand first."
     )
-    check: bool = field(
-        default=False, metadata={"help": "Compare every byte with the checksums and identities in the directory."}
+    check: bool = option("Compare every byte with the checksums and identities in the directory.", False)
+    clean: bool = option(
+        "Remove temporary files of dead processes of this host, and those of other hosts that are over a "
+        "day old. Files of results are never touched.",
+        False,
     )
-    clean: bool = field(
-        default=False,
-        metadata={
-            "help": "Remove temporary files of dead processes of this host, and those of other hosts that are over a "
-            "day old. Files of results are never touched."
-        },
+    everything: bool = option(
+        "With --clean, also remove files that a running process may be writing. Use it only while nothing runs there.",
+        False,
     )
-    everything: bool = field(
-        default=False,
-        metadata={
-            "help": "With --clean, also remove files that a running process may be writing. Use it only while nothing "
-            "runs there."
-        },
-    )
-    all_files: bool = field(default=False, metadata={"help": "With --check, also list intact files."})
+    all_files: bool = option("With --check, also list intact files.", False)
 
 
 def run(argv: Sequence[str]) -> int:

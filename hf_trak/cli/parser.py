@@ -14,7 +14,7 @@ import re
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -413,29 +413,34 @@ def _expected(action: Action) -> str:
     return known.get(name, name)
 
 
+def option(text: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """Declare an argument as a field of a dataclass.
+
+    Args:
+        text: what `--help` says of it.
+        default: its value where it is not given; without one it has to be.
+        more: `default_factory` in place of `default`, and `aliases`.
+    """
+    aliases = {"aliases": more.pop("aliases")} if "aliases" in more else {}
+    return dataclasses.field(default=default, metadata={"help": text, **aliases}, **more)
+
+
 @dataclass
 class OutputArguments:
     """The form of a command's output."""
 
-    json: bool = field(default=False, metadata={"help": "Print one JSON object, for scripts."})
+    json: bool = option("Print one JSON object, for scripts.", False)
 
 
 @dataclass
 class ModelArguments:
     """The model and its weights."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Model on the Hub, or its directory.", "aliases": ["--model"]}
-    )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a model on the Hub."})
-    task: str | None = field(
-        default=None, metadata={"help": "Name of the model output function. By default it follows from the model."}
-    )
-    checkpoints: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Directories or files of weights; scores are averaged over them. By default the model's own."
-        },
+    model_name_or_path: str | None = option("Model on the Hub, or its directory.", None, aliases=["--model"])
+    model_revision: str = option("Branch, tag or commit of a model on the Hub.", "main")
+    task: str | None = option("Name of the model output function. By default it follows from the model.", None)
+    checkpoints: list[str] | None = option(
+        "Directories or files of weights; scores are averaged over them. By default the model's own.", None
     )
 
 
@@ -443,38 +448,28 @@ class ModelArguments:
 class ColumnArguments:
     """The columns of a dataset."""
 
-    text_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns of text, two for pairs. By default those whose names leave no choice."},
+    text_columns: list[str] | None = option(
+        "Columns of text, two for pairs. By default those whose names leave no choice.", None
     )
-    image_column: str | None = field(default=None, metadata={"help": "Column of images. By default the only one."})
-    label_column: str | None = field(
-        default=None, metadata={"help": "Column of labels. By default `labels` or `label`."}
-    )
+    image_column: str | None = option("Column of images. By default the only one.", None)
+    label_column: str | None = option("Column of labels. By default `labels` or `label`.", None)
 
 
 @dataclass
 class DataArguments(ColumnArguments):
     """The rows that the model was trained on."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Training rows: a dataset on the Hub, a directory of `save_to_disk`, a data file (.json, .jsonl, "
-            ".csv, .parquet, .txt, .arrow), or a directory that `load_dataset` reads.",
-            "aliases": ["--train_dataset"],
-        },
+    dataset_name: str | None = option(
+        "Training rows: a dataset on the Hub, a directory of `save_to_disk`, a data file (.json, .jsonl, "
+        ".csv, .parquet, .txt, .arrow), or a directory that `load_dataset` reads.",
+        None,
+        aliases=["--train_dataset"],
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the training dataset."})
-    train_split: str | None = field(
-        default=None, metadata={"help": "Split of the training rows. By default `train`, or the only one."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Number of rows, evenly spaced."})
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Length in tokens to which texts are truncated. By default the longest that the tokenizer allows."
-        },
+    dataset_config_name: str | None = option("Configuration of the training dataset.", None)
+    train_split: str | None = option("Split of the training rows. By default `train`, or the only one.", None)
+    max_train_samples: int | None = option("Number of rows, evenly spaced.", None)
+    max_length: int | None = option(
+        "Length in tokens to which texts are truncated. By default the longest that the tokenizer allows.", None
     )
 
     def __post_init__(self) -> None:
@@ -488,20 +483,14 @@ class DataArguments(ColumnArguments):
 class TargetArguments:
     """The rows to explain."""
 
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Targets, in the same forms as `dataset_name`. By default another split of that dataset.",
-            "aliases": ["--eval_dataset"],
-        },
+    eval_dataset_name: str | None = option(
+        "Targets, in the same forms as `dataset_name`. By default another split of that dataset.",
+        None,
+        aliases=["--eval_dataset"],
     )
-    eval_dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the target dataset."}
-    )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split of the targets. By default `test` or `validation`, or the only one."}
-    )
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of targets, evenly spaced."})
+    eval_dataset_config_name: str | None = option("Configuration of the target dataset.", None)
+    eval_split: str | None = option("Split of the targets. By default `test` or `validation`, or the only one.", None)
+    max_eval_samples: int | None = option("Number of targets, evenly spaced.", None)
 
 
 def answer(content: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:

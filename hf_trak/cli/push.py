@@ -1,10 +1,10 @@
 """`hf-trak push` and `hf-trak pull`: publish an index, and scores, on the Hub; copy a published index."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hf_trak.cli.parser import OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.record import is_copy, remembered
 from hf_trak.config import TrakConfig
 
@@ -13,27 +13,20 @@ from hf_trak.config import TrakConfig
 class PushArguments:
     """The index and the repo. The token is that of `hf auth login`, or that in HF_TOKEN."""
 
-    output_dir: str = field(metadata={"help": "Directory of the index; may stand first."})
-    repo_id: str = field(metadata={"help": "Dataset repo, `user/name`; created unless it exists."})
-    private: bool = field(
-        default=True, metadata={"help": "Create a private repo, and refuse a public one; --no_private for everyone."}
+    output_dir: str = option("Directory of the index; may stand first.")
+    repo_id: str = option("Dataset repo, `user/name`; created unless it exists.")
+    private: bool = option("Create a private repo, and refuse a public one; --no_private for everyone.", True)
+    revision: str | None = option("Branch. By default the main one.", None)
+    create_pr: bool = option("Open a pull request instead of committing.", False)
+    model_name: str | None = option("Model repo that the index belongs to.", None)
+    model_revision: str | None = option("Revision of that model repo.", None)
+    checkpoints: list[str] | None = option(
+        "Model repos of the weights, `user/model@revision`, by ascending model id.", None
     )
-    revision: str | None = field(default=None, metadata={"help": "Branch. By default the main one."})
-    create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead of committing."})
-    model_name: str | None = field(default=None, metadata={"help": "Model repo that the index belongs to."})
-    model_revision: str | None = field(default=None, metadata={"help": "Revision of that model repo."})
-    checkpoints: list[str] | None = field(
-        default=None, metadata={"help": "Model repos of the weights, `user/model@revision`, by ascending model id."}
-    )
-    scores: str | None = field(
-        default=None, metadata={"help": "Directory of a run whose scored targets are also published."}
-    )
-    lds: float | None = field(
-        default=None, metadata={"help": "Linear datamodeling score of the index, if it was measured."}
-    )
-    space: str | None = field(
-        default=None,
-        metadata={"help": "Wheel of hf_trak with which the viewer is also published, as a Space of the same name."},
+    scores: str | None = option("Directory of a run whose scored targets are also published.", None)
+    lds: float | None = option("Linear datamodeling score of the index, if it was measured.", None)
+    space: str | None = option(
+        "Wheel of hf_trak with which the viewer is also published, as a Space of the same name.", None
     )
 
 
@@ -101,10 +94,10 @@ def run(argv: Sequence[str]) -> None:
 class PullArguments:
     """The index and the directory. The token is that of `hf auth login`, or that in HF_TOKEN."""
 
-    repo_id: str = field(metadata={"help": "Dataset repo of the index; may stand first."})
-    output_dir: str = field(default="trak", metadata={"help": "Directory into which the index is copied."})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit."})
-    local_files_only: bool = field(default=False, metadata={"help": "Use only the cache."})
+    repo_id: str = option("Dataset repo of the index; may stand first.")
+    output_dir: str = option("Directory into which the index is copied.", "trak")
+    revision: str | None = option("Branch, tag or commit.", None)
+    local_files_only: bool = option("Use only the cache.", False)
 
 
 def run_pull(argv: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
 """`hf-trak recommend`: a method for each budget, with its time, disk and expected quality."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_trak.cli.build import build, quiet, remember, require_run
-from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
 
@@ -14,7 +14,7 @@ from hf_trak.config import TrakConfig
 class RecommendArguments:
     """The number of targets."""
 
-    eval_size: int = field(default=10, metadata={"help": "Number of targets."})
+    eval_size: int = option("Number of targets.", 10)
 
 
 def run(argv: Sequence[str]) -> None:

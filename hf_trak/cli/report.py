@@ -1,9 +1,9 @@
 """`hf-trak report`: write a run as one HTML file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.report import AttributionRun, ReportOptions, write_report
 from hf_trak.report.run_record import find_run
 
@@ -12,22 +12,14 @@ from hf_trak.report.run_record import find_run
 class ReportArguments:
     """The run, and what is shown of it."""
 
-    run: str = field(metadata={"help": "Directory of a run, or the `output_dir` that holds it; may stand first."})
-    output: str | None = field(
-        default=None, metadata={"help": "Path of the HTML file. By default `report.html` in the directory of the run."}
-    )
-    title: str | None = field(default=None, metadata={"help": "Heading of the page."})
-    examples: int = field(
-        default=5, metadata={"help": "Number of training rows to show, of the highest scores and of the lowest."}
-    )
-    max_targets: int | None = field(default=None, metadata={"help": "Number of targets to show. By default all."})
-    train_dataset: str | None = field(
-        default=None, metadata={"help": "The training rows, if the run does not contain them."}
-    )
-    train_split: str | None = field(default=None, metadata={"help": "Split of `train_dataset`."})
-    label_names: list[str] | None = field(
-        default=None, metadata={"help": "Names of the labels, in the order of their numbers."}
-    )
+    run: str = option("Directory of a run, or the `output_dir` that holds it; may stand first.")
+    output: str | None = option("Path of the HTML file. By default `report.html` in the directory of the run.", None)
+    title: str | None = option("Heading of the page.", None)
+    examples: int = option("Number of training rows to show, of the highest scores and of the lowest.", 5)
+    max_targets: int | None = option("Number of targets to show. By default all.", None)
+    train_dataset: str | None = option("The training rows, if the run does not contain them.", None)
+    train_split: str | None = option("Split of `train_dataset`.", None)
+    label_names: list[str] | None = option("Names of the labels, in the order of their numbers.", None)
 
 
 def run(argv: Sequence[str]) -> None:

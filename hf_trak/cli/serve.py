@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from datasets import Dataset, Features
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.build import Built, build, build_from_index, quiet
-from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.preparation import load_rows
 from hf_trak.cli.record import RECORD, is_copy, remembered
 from hf_trak.config import TrakConfig
@@ -34,25 +34,19 @@ from hf_trak.viewer.target_form import TargetForm
 class ServeArguments:
     """The index or run, and where the page is served. With HF_TRAK_VIEWER_AUTH=user:password visitors log in."""
 
-    index: str = field(
-        metadata={
-            "help": "Output directory of `hf-trak featurize`, published index or copy of one, or directory of a run; "
-            "may stand first."
-        }
+    index: str = option(
+        "Output directory of `hf-trak featurize`, published index or copy of one, or directory of a run; "
+        "may stand first."
     )
-    index_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a published index."})
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"help": "Address to listen at; 0.0.0.0 opens the page to everyone who can reach this machine."},
+    index_revision: str | None = option("Branch, tag or commit of a published index.", None)
+    host: str = option(
+        "Address to listen at; 0.0.0.0 opens the page to everyone who can reach this machine.", "127.0.0.1"
     )
-    port: int = field(
-        default=7860, metadata={"help": "Port to listen at. The environment variable GRADIO_SERVER_PORT goes first."}
+    port: int = option("Port to listen at. The environment variable GRADIO_SERVER_PORT goes first.", 7860)
+    public_rows: bool = option(
+        "Read training rows of the Hub without a token, so that private ones are never shown.", False
     )
-    public_rows: bool = field(
-        default=False,
-        metadata={"help": "Read training rows of the Hub without a token, so that private ones are never shown."},
-    )
-    title: str | None = field(default=None, metadata={"help": "Heading of the page."})
+    title: str | None = option("Heading of the page.", None)
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 65536:

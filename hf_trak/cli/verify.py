@@ -1,7 +1,7 @@
 """`hf-trak verify`: take a training step on the rows that were found for one target, and see what it does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hf_trak.cli.parser import (
     OutputArguments,
     TargetArguments,
     answer,
+    option,
     parse_yaml_and_args,
 )
 from hf_trak.cli.record import remembered
@@ -28,22 +29,15 @@ SIMILARITIES = ("embeddings", "bm25", "none")
 class VerifyArguments:
     """The answer to verify."""
 
-    target: int = field(default=0, metadata={"help": "Number of the target among the rows to explain."})
-    rows: list[int] | None = field(
-        default=None, metadata={"help": "Numbers of training rows. By default those that the run found."}
-    )
-    name: str = field(default="targets", metadata={"help": "Name of the run of `hf-trak attribute` with the rows."})
-    count: int = field(default=10, metadata={"help": "Number of rows to take from the run."})
-    harmful: bool = field(default=False, metadata={"help": "Take the rows of the lowest scores from the run."})
-    similar: str = field(
-        default="embeddings",
-        metadata={"help": "How rows that look like the target are found: embeddings, bm25 or none."},
-    )
-    draws: int = field(default=16, metadata={"help": "How often as many random rows are drawn."})
-    save: bool = field(default=False, metadata={"help": "Write the verdict into the run, whose report then shows it."})
-    index: str | None = field(
-        default=None, metadata={"help": "Published index, a repo or a directory; needs --train_dataset, too."}
-    )
+    target: int = option("Number of the target among the rows to explain.", 0)
+    rows: list[int] | None = option("Numbers of training rows. By default those that the run found.", None)
+    name: str = option("Name of the run of `hf-trak attribute` with the rows.", "targets")
+    count: int = option("Number of rows to take from the run.", 10)
+    harmful: bool = option("Take the rows of the lowest scores from the run.", False)
+    similar: str = option("How rows that look like the target are found: embeddings, bm25 or none.", "embeddings")
+    draws: int = option("How often as many random rows are drawn.", 16)
+    save: bool = option("Write the verdict into the run, whose report then shows it.", False)
+    index: str | None = option("Published index, a repo or a directory; needs --train_dataset, too.", None)
 
     def __post_init__(self) -> None:
         safe_name(self.name, "name")

@@ -358,6 +358,10 @@ Rows = Callable[[], Iterable[tuple[int, Tensor]]]
 """Returns a matrix in pieces `(start, rows)`, in order, anew on every call."""
 
 
+_LARGEST_DUAL = 2048
+"""Largest number of training rows for which the n × n system may be solved."""
+
+
 class HybridSystem:
     """The solution of the hybrid's system for m targets, applied to blocks of rows.
 
@@ -365,7 +369,7 @@ class HybridSystem:
         ridge (`float`): λ.
     """
 
-    def __init__(self, n: int, features: Rows, scores: Rows, ridge_relative: float, largest_dual: int = 2048) -> None:
+    def __init__(self, n: int, features: Rows, scores: Rows, ridge_relative: float) -> None:
         """
         Args:
             n (`int`):
@@ -376,8 +380,6 @@ class HybridSystem:
                 C `(n, m)`: their exact scores.
             ridge_relative (`float`):
                 λ as a multiple of the mean diagonal element of K.
-            largest_dual (`int`, *optional*, defaults to 2048):
-                Largest n for which the n × n system may be solved.
 
         Raises:
             SingularGramError: all features are zero.
@@ -387,7 +389,7 @@ class HybridSystem:
         self._dual: Tensor | None = None
         self.ridge = 0.0
         k = first.shape[1]
-        if n <= min(k, largest_dual):
+        if n <= min(k, _LARGEST_DUAL):
             whole = torch.cat([rows.double() for _, rows in features()])
             gram = whole @ whole.T
             system = self._ridged(gram, float(gram.trace()) / n * ridge_relative)

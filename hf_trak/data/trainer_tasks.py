@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_trak.data.drawn_rows import generators_kept
 from hf_trak.data.images import ImageTokens
-from hf_trak.data.preferences import kind_of, trainer_task
+from hf_trak.data.preferences import PREPARED, kind_of, trainer_task
 from hf_trak.data.rows import Collator, RowBatches, forward_columns
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating, size_of
@@ -27,6 +27,12 @@ _SAME = 1e-3
 """Relative difference up to which two losses, or gradients, are the same, in float32."""
 
 _ERRORS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError)
+
+_OWN_STEPS = ("get_train_dataloader", "_prepare_inputs", "training_step")
+"""Methods of a trainer between its dataset and its optimizer, beside `compute_loss`."""
+
+_PLAIN = ("SFTTrainer", *PREPARED)
+"""Trainers of TRL whose rows have a task, or do not change on their way to `compute_loss`."""
 
 _CHECKED_ELEMENTS = 2**20
 """Parameters whose gradients tell whether rows of a batch mix, at most."""
@@ -49,6 +55,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         ValueError: the trainer's loss compares rows of a batch with each other, is that of answers which no row holds,
             or there is no task for it.
     """
+    _name_own_steps(trainer)
     why = _own_loss(trainer)
     if given is None and why is None:
         made = trainer_task(trainer, rows)
@@ -83,12 +90,6 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         _check_rows(task, model, first)
     elif name is None:
         infer_task(model)
-    if not owner.__module__.startswith("transformers.") and {"training_step", "_prepare_inputs"} & set(vars(owner)):
-        logger.warning(
-            "%s also changes batches before `compute_loss`, such as by answers that the model generates. Rows are "
-            "attributed as its collator makes them.",
-            owner.__name__,
-        )
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
 
@@ -98,9 +99,25 @@ def _owner(trainer: Any) -> type:
     return next((cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), object)
 
 
+def _name_own_steps(trainer: Any) -> None:
+    """Name methods of the trainer that change what `compute_loss` gets, or what becomes of the loss."""
+    known = ("transformers", "sentence_transformers", "setfit")
+    for cls in type(trainer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        found = [name for name in _OWN_STEPS if name in vars(cls)]
+        if found and package not in known and not (package == "trl" and cls.__name__ in _PLAIN):
+            logger.warning(
+                "%s has %s of its own, by which a training may see other batches, such as with answers that the model "
+                "generates, or another loss. Rows are attributed by `compute_loss`, as `data_collator` makes them.",
+                cls.__name__,
+                " and ".join(f"`{name}`" for name in found),
+            )
+            return
+
+
 def _own_loss(trainer: Any) -> str | None:
     """Say what makes the loss of a trainer its own, by the trainer's code and settings; `None` if nothing does."""
-    if getattr(trainer, "compute_loss_func", None) is not None:
+    if callable(getattr(trainer, "compute_loss_func", None)):  # TRL passes a string, so that losses are not scaled
         return "it has a `compute_loss_func`"
     if getattr(trainer, "label_smoother", None) is not None:
         return f"`label_smoothing_factor` is {trainer.args.label_smoothing_factor}"
@@ -119,16 +136,35 @@ def _own_loss(trainer: Any) -> str | None:
 
 
 class _FirstRows:
-    """The first two rows of the training: a batch of each, and one of both."""
+    """Two rows of the training: a batch of each, and one of both. The second has other labels, if one is at hand."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
         columns = forward_columns(model, trainer.args.label_names) if trainer.args.remove_unused_columns else None
         device = next(model.parameters()).device
         with generators_kept():
             batches = RowBatches(rows, collator, columns=columns, device=device, images=ImageTokens.of(model))
-            self.alone = [dict(batches.alone(row).items()) for row in range(min(2, len(rows)))]
-            _, both = next(batches.iterate([range(len(self.alone))]))
+            self.alone = [dict(batches.alone(0).items())]
+            places = [0]
+            for row in _looked_at(rows):
+                found = dict(batches.alone(row).items())
+                if len(places) == 1 or not _same_labels(self.alone[0], found):
+                    self.alone[1:], places[1:] = [found], [row]
+                if not _same_labels(*self.alone):
+                    break
+            _, both = next(batches.iterate([places]))
         self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
+
+
+def _looked_at(rows: Any) -> list[int]:
+    """List rows to compare with the first. A stream is read from its start."""
+    last = len(rows) - 1
+    others = (1,) if getattr(rows, "sequential", False) else (1, last, last // 2)
+    return [row for row in dict.fromkeys(others) if 0 < row <= last]
+
+
+def _same_labels(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    left, right = one.get("labels"), other.get("labels")
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
 
 
 def _first_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> _FirstRows | None:
@@ -162,8 +198,8 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows
     for weights in ([1] * len(found), labels):  # sums over labels, or means of them
         pairs = zip(found, known, weights, strict=True)
         ratios = [one * weight / other if other else 0.0 for one, other, weight in pairs]
-        if abs(ratios[0] - ratios[-1]) <= allowed * max(map(abs, ratios)) or not any(found):
-            return None
+        if not abs(ratios[0] - ratios[-1]) > allowed * max(map(abs, ratios)) or not any(found):
+            return None  # also for losses that are not finite, whose rows are named when it comes to them
     return f"rows have the losses {found}, and not {known}"
 
 
@@ -213,19 +249,24 @@ def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _Fi
         found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         return torch.cat([one.flatten().cpu().double() for one in found])
 
-    def is_sum(whole: Tensor, *parts: Tensor) -> bool:
+    def parts_of(whole: Tensor, *parts: Tensor) -> Tensor | None:
         matrix = torch.stack(parts, 1)
         shares = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
         left = whole - (matrix @ shares)[:, 0]
-        return float(left.norm()) <= 10 * _allowed(model) * float(whole.norm())
+        return shares[:, 0] if float(left.norm()) <= 10 * _allowed(model) * float(whole.norm()) else None
 
     with evaluating(model), torch.enable_grad():
         whole, apart = gradient(0, 1), [gradient(0), gradient(1)]
-        if is_sum(whole, *apart) or not is_sum(gradient(0), apart[0]):
+        shares = parts_of(whole, *apart)
+        if shares is not None:
+            _weigh(task, both, shares, [float(one.norm()) for one in apart], _allowed(model))
+        if shares is not None or parts_of(gradient(0), apart[0]) is None:
             return  # the engines name a model that draws random numbers
         least = _SAME * float(whole.norm())
         copies = [gradient(row, row) for row in range(2)]
-    alike = all(is_sum(copy, one) and float(one.norm()) > least for copy, one in zip(copies, apart, strict=True))
+    alike = all(
+        parts_of(copy, one) is not None and float(one.norm()) > least for copy, one in zip(copies, apart, strict=True)
+    )
     if alike:
         logger.warning(
             "The loss of two rows is no sum of theirs: `%s` weighs parts of a row by what else is in its batch. Rows "
@@ -237,4 +278,39 @@ def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _Fi
         f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of two rows is no sum "
         "of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
         "`task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
+    )
+
+
+def _weigh(
+    task: TrainerLossModelOutput, both: dict[str, Any], shares: Tensor, norms: list[float], allowed: float
+) -> None:
+    """Weigh rows by their labels where a batch does so, as a mean over the tokens of a batch; warn of other weights.
+
+    Args:
+        task: the task, which is told.
+        both: the batch of two rows.
+        shares: how often the gradient of either is in that of the batch.
+        norms: norms of these gradients. That of a row of nearly none has any share.
+        allowed: relative difference up to which two numbers are the same.
+    """
+    first, second = shares.tolist()
+    if min(norms) <= _SAME * max(norms):
+        return
+    known: list[tuple[int | None, list[int]]] = [(None, [1, 1])]
+    labels = both.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim > 1:
+        known += [(start, (labels[:, start:] != -100).flatten(1).sum(1).tolist()) for start in (0, 1)]
+    left = [
+        abs(first * other - second * one) / max(abs(first) * other, abs(second) * one, 1e-30)
+        for _, (one, other) in known
+    ]
+    if min(left) <= 10 * allowed:
+        task.labels_from = known[left.index(min(left))][0]
+        return
+    logger.warning(
+        "In a batch of two rows, `%s` gives them the weights %.2g and %.2g, which depend on the other row. Rows are "
+        "attributed by their losses alone. Expected a mean or a sum over rows, such as `(losses * weights).mean()`.",
+        task.name,
+        first / (abs(first) + abs(second)),
+        second / (abs(first) + abs(second)),
     )

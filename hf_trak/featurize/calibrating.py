@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,15 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
         As there.
     """
     targets = checked_int(targets, "targets", LEAST_TARGETS, type_error=ValueError)
-    m = row_count(eval_dataset, "eval_dataset")
+    rows, name = (model.train_dataset, "train_dataset") if eval_dataset is None else (eval_dataset, "eval_dataset")
+    m = row_count(rows, name)
     if m < LEAST_TARGETS:
-        raise ValueError(
-            f"`eval_dataset` has {m} rows. Expected at least {LEAST_TARGETS} to calibrate with. Add some."
-        )
+        raise ValueError(f"`{name}` has {m} rows. Expected at least {LEAST_TARGETS} to calibrate with. Add some.")
     by = Replay(of="run") if by is None else by
     order = np.random.Generator(np.random.Philox(model.args.seed)).permutation(m)
     numbers = sorted(int(one) for one in order[:targets])
-    drawn = eval_dataset.select(numbers) if hasattr(eval_dataset, "select") else Subset(eval_dataset, numbers)
+    drawn = rows.select(numbers) if hasattr(rows, "select") else Subset(rows, numbers)
+    own = numbers if eval_dataset is None else []
     asked = model.question(drawn)
     last = model.question(drawn, checkpoints=asked.ids[-1:])
     allowed = price(model, by, asked.m, asked.ids).passes  # which refuses what cannot be replayed
@@ -71,8 +72,8 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
         "Calibrating with %d targets: %s row passes%s to replay them, and at most as many for other methods.",
         asked.m, f"{allowed:,}", time,
     )  # fmt: skip
-    replayed = _table(model, last, by)
-    tables = {method: _table(model, asked, method) for method in methods}
+    replayed = _table(model, last, by, own)
+    tables = {method: _table(model, asked, method, own) for method in methods}
     passes = {method: price(model, method, asked.m, asked.ids).passes for method in methods}
 
     def keep() -> dict[str, Any]:
@@ -119,9 +120,16 @@ def possible(model: FeaturizedModel, method: AnyMethod) -> bool:
     return isinstance(model.task, BatchedModelOutput)
 
 
-def _table(model: FeaturizedModel, question: Question, method: Index | Exact | Replay) -> np.ndarray:
-    """Compute the scores of all training rows: `(n, m)`, float64."""
-    return torch.cat([block.double().cpu() for _, _, block in planned(model, question, method).blocks]).numpy()
+def _table(
+    model: FeaturizedModel, question: Question, method: Index | Exact | Replay, own: Sequence[int]
+) -> np.ndarray:
+    """Compute the scores of all training rows: `(n, m)`, float64; `(n - 1, m)` for targets that are rows themselves.
+
+    Args:
+        own: the number of each target among the training rows, whose score for itself would outweigh all others.
+    """
+    table = torch.cat([block.double().cpu() for _, _, block in planned(model, question, method).blocks]).numpy()
+    return np.stack([np.delete(table[:, j], row) for j, row in enumerate(own)], axis=1) if own else table
 
 
 # -- the file -------------------------------------------------------------------------------------------------------

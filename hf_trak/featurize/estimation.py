@@ -148,6 +148,11 @@ _COLLATION_BYTES = 3300  # six rows of two columns
 _MEASURED_BATCHES = 4
 
 
+_PRODUCT_BYTES = 2 * 32 * 2**20
+"""Memory in which a GPU's products are summed: 32 MiB on Hopper for each thread that multiplies, the caller's and that
+of the backward pass."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Cost of an attribution of n training rows, m targets and C checkpoints, with P parameters and k features.
@@ -270,16 +275,18 @@ def estimate_sizes(
     shard_rows = min(args.shard_size, max(n, m))
     batch = min(args.batch_size, shard_rows)
     largest = max(slot.numel for slot in layout.slots)
+    products = _PRODUCT_BYTES if any(weight.is_cuda for weight in model.parameters()) else 0
     groups = max(m, 1)
     solver, alternatives = solver_costs(args.solver_kind, args.solver_rank, n, k, groups, free_bytes("cpu"))
     records = len(json_bytes(layout.to_list())) + len(json_bytes(model_identity(model)))
     as_targets = replace(args, feature_dtype="float32") if BITS[args.storage] < 16 else args  # never as codes
     stages = {
         "settings": Cost(_CONFIG_BYTES + _COLLATION_BYTES + records + checkpoints * _CHECKPOINT_JSON_BYTES),
-        # One shard, and of a batch features and the largest gradient: an upper bound, where layers come in pieces.
+        # One shard, of a batch features and the largest gradient (an upper bound, where layers come in pieces), and
+        # the two gradients of one row that the engine is checked with.
         "features": Cost(
             checkpoints * _matrix_bytes(n, k, args),
-            memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest)),
+            memory=copies * weights + 4 * (shard_rows * (k + 1) + batch * (k + largest) + 2 * layout.total) + products,
             passes=checkpoints * n,
         ),
         "targets": Cost(
@@ -407,7 +414,7 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
         probed = run.passes(2 * min(PROBED, together), PROBE_SHARE)
     sweeps, alone = math.ceil(m / together), run.passes(0, share)
     passes = probed + alone * sweeps + run.passes(m, share) - alone
-    results = 8 * m * (n + 2 * run.steps) + 16 * sweeps * run.steps
+    results = 8 * m * (n + 2 * run.steps) + 24 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before
     return Cost(results, states + kept, run.memory(together), math.ceil(passes * n))

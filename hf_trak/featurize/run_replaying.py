@@ -42,7 +42,7 @@ from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
 
 logger = logging.getLogger(__name__)
 
-REPLAY_VERSION = 1
+REPLAY_VERSION = 2
 """Raised whenever the same record gives other scores. It is part of the identity of replayed scores."""
 
 Planned = Sequence[Sequence[tuple[Sequence[int], SweptTargets]]]
@@ -147,7 +147,7 @@ class RunReplay:
         """
         method, path = self._chosen(question), self.path
         found, coarse = self._found(question, method), None
-        if len(path.states) > 2 and path.gap > 1:
+        if len(path.states) > 2 and path.gap > 1 and bool(found.forward[1].isnan().all()):  # lines between weights
             place, digest = self._place(question, self._identity(question, method))
             one = self._targets_of(place / "every-second", range(1), {"replay": digest, "states": "every second"})
             coarse = self._swept(question, [[(range(1), one)]], method, path.thinned())[0].scores
@@ -332,7 +332,7 @@ def _joined(results: Sequence[SweepResult]) -> SweepResult:
     """Join what sweeps of one path found for their targets."""
     growth = torch.stack([one.growth for one in results]).max(0).values
     settings = torch.cat([one.settings for one in results], 2)
-    return SweepResult(torch.cat([one.scores for one in results], 1), growth, results[0].losses, settings)
+    return SweepResult(torch.cat([one.scores for one in results], 1), growth, results[0].forward, settings)
 
 
 def _checksums(record: RunRecord | SavedRun) -> list[str]:

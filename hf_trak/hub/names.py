@@ -180,16 +180,21 @@ def check_yaml(text: str, max_bytes: int) -> None:
     """
     _check_size(text, max_bytes, "such a document")
     depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        line = 1 if event.start_mark is None else event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"line {line} refers to another place (`*{event.anchor}`); write the value out")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_YAML_DEPTH:
-                raise ValueError(f"line {line} is nested more than {MAX_YAML_DEPTH} deep")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+    try:
+        for event in yaml.parse(text, Loader=_LOADER):
+            line = 1 if event.start_mark is None else event.start_mark.line + 1
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"line {line} refers to another place (`*{event.anchor}`); write the value out")
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_YAML_DEPTH:
+                    raise ValueError(f"line {line} is nested more than {MAX_YAML_DEPTH} deep")
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+    except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # libyaml 0.2.6 looks ahead of the events, and has a bound of its own
+            raise ValueError(f"it is nested more than {MAX_YAML_DEPTH} deep") from error
+        raise
 
 
 def check_card(text: str, max_yaml_bytes: int = MAX_CARD_BYTES) -> None:

@@ -33,9 +33,11 @@ from hf_trak.kernels.torch_dense import NormalMap, RademacherMap
 from hf_trak.kernels.torch_sparse import SparseMap, segment_bounds, sum_of_outer_products
 
 
-@torch.library.custom_op("hf_trak::sjlt_accumulate", mutates_args=("out",), device_types="cuda")
-def sjlt_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
-    """Add a block's projection by the map `sjlt-1`.
+def launch_sjlt(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
+    """Add a block's projection by the map `sjlt-1`, on a GPU.
+
+    A batch brings hundreds of blocks, most of them small: whoever has tensors at hand calls this function, and not the
+    operator, whose way through torch's dispatcher takes the host longer than a small block takes the GPU.
 
     Args:
         out (`torch.Tensor` of shape `(B, k)`):
@@ -58,16 +60,20 @@ def sjlt_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id:
         out.copy_(target)
 
 
+sjlt_accumulate = torch.library.custom_op(
+    "hf_trak::sjlt_accumulate", launch_sjlt, mutates_args=("out",), device_types="cuda"
+)
+
+
 @sjlt_accumulate.register_kernel("cpu")
 def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, nonzeros: int) -> None:
     SparseMap(start + block.shape[1], out.shape[1], seed, nonzeros).accumulate(out, block, start, model_id)
 
 
-@torch.library.custom_op("hf_trak::sjlt_accumulate_outer", mutates_args=("out",), device_types="cuda")
-def sjlt_accumulate_outer(
+def launch_sjlt_outer(
     out: Tensor, left: Tensor, right: Tensor, start: int, seed: int, model_id: int, nonzeros: int
 ) -> None:
-    """Add the projection of Σ_t left[b, t, :] ⊗ right[b, t, :], flattened, by the map `sjlt-1`.
+    """Add the projection of Σ_t left[b, t, :] ⊗ right[b, t, :], flattened, by the map `sjlt-1`, on a GPU.
 
     The sum is never formed on a GPU. Its elements are float32, whatever the dtype of the factors.
 
@@ -77,13 +83,18 @@ def sjlt_accumulate_outer(
         left (`torch.Tensor` of shape `(B, T, I)`), right (`torch.Tensor` of shape `(B, T, J)`):
             The factors, of one dtype.
         start, seed, model_id, nonzeros (`int`):
-            As in `sjlt_accumulate`.
+            As in `launch_sjlt`.
     """
     require_right_outer(CUDA, left.dtype, left.shape[1], left.device)
     target = _rows(out)
     accumulate_outer(CUDA, target, left, right, start, seed, model_id, segment_bounds(out.shape[1], nonzeros))
     if target is not out:
         out.copy_(target)
+
+
+sjlt_accumulate_outer = torch.library.custom_op(
+    "hf_trak::sjlt_accumulate_outer", launch_sjlt_outer, mutates_args=("out",), device_types="cuda"
+)
 
 
 @sjlt_accumulate_outer.register_kernel("cpu")
@@ -98,7 +109,7 @@ def rademacher_accumulate(out: Tensor, block: Tensor, start: int, seed: int, mod
 
     Args:
         out, block, start, seed, model_id:
-            As in `sjlt_accumulate`.
+            As in `launch_sjlt`.
         terms (`int`):
             Number of bfloat16 terms of a float32 gradient: 2, or 1 to round it. Without effect on a CPU.
     """
@@ -112,7 +123,7 @@ def _(out: Tensor, block: Tensor, start: int, seed: int, model_id: int, terms: i
 
 @torch.library.custom_op("hf_trak::normal_accumulate", mutates_args=("out",), device_types="cuda")
 def normal_accumulate(out: Tensor, block: Tensor, start: int, seed: int, model_id: int) -> None:
-    """Add a block's projection by the map `normal-1`; arguments as in `sjlt_accumulate`."""
+    """Add a block's projection by the map `normal-1`; arguments as in `launch_sjlt`."""
     _dense("normal", out, block, start, seed, model_id, 2)
 
 
@@ -161,7 +172,7 @@ def project(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros: in
         name (`str`):
             `"sjlt"`, `"rademacher"` or `"normal"`.
         seed, model_id, nonzeros (`int`):
-            As in `sjlt_accumulate`.
+            As in `launch_sjlt`.
 
     Returns:
         `torch.Tensor` of shape `(B, k)`, float32.

@@ -23,8 +23,9 @@ _ELEMENTS_PER_OUTPUT = 64  # a block costs 8 bytes per output in the workspace
 _BLOCKS_WANTED = 64  # per sample; more than that only take workspace
 _MIN_WIDTH, _MAX_WIDTH = _COLUMNS_PER_THREAD * _MAX_ROWS_PER_STEP, 2**24
 
-_WORTHWHILE = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
-"""Largest numbers of outer products for which this beats a matrix product and `sjlt.cu`; see cuda_ext/README."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_PRODUCTS = 8
+"""Largest number of outer products for which this beats a matrix product and `sjlt.cu`; see cuda_ext/README."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def worthwhile(left: Tensor, right: Tensor, segments: Spans) -> bool:
     """
     return (
         left.dtype == right.dtype
-        and 0 < left.shape[1] <= _WORTHWHILE.get(left.dtype, 0)
+        and left.dtype in _DTYPES
+        and 0 < left.shape[1] <= _MOST_PRODUCTS
         # each of several tiles would make all elements again
         and all(plan_tiles(last - first).tiles == 1 for first, last in segments)
         # a step of a narrower matrix would leave threads idle

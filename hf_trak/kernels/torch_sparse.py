@@ -141,7 +141,7 @@ class SparseMap:
         found = torch.zeros(rows.shape[0], n, dtype=torch.float32, device=rows.device)
         for copy, (first_output, last_output) in enumerate(self.segments):
             segment = rows[:, first_output:last_output]
-            for first, last, region in self._slices(start, n, model_id, copy, rows.device):
+            for first, last, region in self._slices(start, n, model_id, copy, rows.device, _SLICE):
                 outputs = self._outputs(region, first, last, model_id, copy).to(rows.device)
                 values = segment.index_select(1, outputs)
                 found[:, first - start : last - start].addcmul_(values, _signs(region, first, last))
@@ -168,7 +168,7 @@ class SparseMap:
             for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device, _REGION):
                 _add_compiled(sums, block[:, first - start : last - start], first, region)
             return
-        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
+        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device, _SLICE):
             columns = block[:, first - start : last - start]
             if block.device.type == "cpu":
                 _add_slice_in_threads(sums, columns, first, last, region)
@@ -202,7 +202,7 @@ class SparseMap:
         outputs = out.shape[1]
         rotations = self._rotations(model_id, copy)
         size = outputs * len(rotations)
-        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device):
+        for first, last, region in self._slices(start, block.shape[1], model_id, copy, block.device, _SLICE):
             signs = _signs(region, first, last)
             position = first
             while position < last:
@@ -215,7 +215,7 @@ class SparseMap:
                 position += length
 
     def _slices(
-        self, start: int, n: int, model_id: int, copy: int, device: torch.device, size: int = _SLICE
+        self, start: int, n: int, model_id: int, copy: int, device: torch.device, size: int
     ) -> Iterator[tuple[int, int, _Region]]:
         """Cut a block into slices: first coordinate, end, and the region that they lie in."""
         position = start

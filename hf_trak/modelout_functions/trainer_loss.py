@@ -37,6 +37,9 @@ from hf_trak.modelout_functions.trainer_settings import loss_settings
 
 _OF_A_ROW = object()
 
+_NOT_OF_THE_ANSWER = "appears to not have been used in the graph"
+"""What autograd says of a loss that differentiates an answered call by what went into it."""
+
 _SAME_SLOPE = 1e-3
 """Part of the derivative of a batch's loss that may be left over beside those of its rows."""
 
@@ -69,6 +72,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
             )
         self.of = None if of is None else json.dumps(task_identity(of), sort_keys=True)
         self.loss = loss_settings(trainer)
+        self.labels_from: int | None = None
+        """First position of the labels of a row that its loss is multiplied by the number of; `None` for no factor."""
         self._task = of
         self._class = type(trainer)
         self._held = dict(vars(trainer))
@@ -337,7 +342,15 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 raise WholeBatchError
             return self._model(*args, **kwargs)
 
-        return self._computed(call, inputs, items)
+        try:
+            return self._computed(call, inputs, items)
+        except RuntimeError as error:
+            if _NOT_OF_THE_ANSWER not in str(error):
+                raise
+            if not alone or self._model is None:
+                raise WholeBatchError from error
+            self._row_by_row = True
+            return self._computed(self._model, inputs, items)  # which differentiates by the inputs of the model
 
     def _view(self) -> Any:
         """Make a copy of the trainer."""
@@ -365,11 +378,13 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 f"`{self.name}` returned {given}. Expected the loss as one number. Pass `task=`, a function of your "
                 "own (model_output, batch) -> (B,)."
             )
+        if of_a_row and self.labels_from is not None:
+            loss = loss * (inputs["labels"][:, self.labels_from :] != -100).sum()
         return loss.reshape(())
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:
-    """Take some rows of a batch: of its tensors, and of lists of as many entries.
+    """Take some rows of a batch: of its tensors, of lists of as many entries, and of mappings of these.
 
     Args:
         inputs (`Mapping`):
@@ -385,6 +400,8 @@ def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[s
             taken[name] = value[list(rows)]
         elif isinstance(value, list | tuple) and len(value) == size:
             taken[name] = [value[row] for row in rows]
+        elif isinstance(value, Mapping):
+            taken[name] = rows_of(value, rows, size)
         else:
             taken[name] = value
     return taken

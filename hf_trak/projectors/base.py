@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,10 +142,8 @@ class BlockProjector(AbstractProjector):
         model_id = check_model_id(model_id)
         if block.numel() == 0:
             return
-        # Inside somebody's autocast region products would silently be rounded to bf16.
-        with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
-            run = self._accumulate_with_kernels if kernels_wanted(block.device) else self._accumulate
-            run(out.detach(), block.detach(), start, model_id)
+        with torch.no_grad(), without_autocast(block.device):
+            self._accumulate_checked(out.detach(), block.detach(), start, model_id)
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
         """Tell whether [`~BlockProjector.accumulate_outer`] beats forming the product and projecting it.
@@ -183,7 +183,7 @@ class BlockProjector(AbstractProjector):
         model_id = check_model_id(model_id)
         if left.numel() == 0 or right.numel() == 0:
             return
-        with torch.no_grad(), torch.autocast(left.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(left.device):
             self._accumulate_outer(out.detach(), left.detach(), right.detach(), start, model_id)
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
@@ -211,6 +211,11 @@ class BlockProjector(AbstractProjector):
         """Tell whether a subclass of `kind`, or whoever set an attribute of this object, replaced a method."""
         methods = ((self.accumulate, BlockProjector.accumulate), (self._accumulate, kind._accumulate))
         return any(getattr(given, "__func__", None) is not own for given, own in methods)
+
+    def _accumulate_checked(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
+        """Add a block of at least one element whose arguments were checked, by kernels or by torch operators."""
+        run = self._accumulate_with_kernels if kernels_wanted(block.device) else self._accumulate
+        run(out, block, start, model_id)
 
     def _accumulate(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
         """Do the work of [`~BlockProjector.accumulate`] on checked arguments and a block of at least one element."""
@@ -272,6 +277,8 @@ class ProjectionSink:
         """
         self.projector = projector
         self.model_id = check_model_id(model_id)
+        replaced = getattr(projector.accumulate, "__func__", None) is not BlockProjector.accumulate
+        self._accumulate = projector.accumulate if replaced else projector._accumulate_checked
         self._out = torch.zeros(batch_size, projector.proj_dim, dtype=torch.float32, device=device)
         self._finished = False
 
@@ -286,7 +293,7 @@ class ProjectionSink:
         self._require_open()
         start = check_block(self._out, block, start, self.projector.grad_dim, self.projector.proj_dim)
         if block.numel():
-            with torch.no_grad(), torch.autocast(block.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(block.device):
                 self._add(start, block.detach())
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
@@ -319,7 +326,7 @@ class ProjectionSink:
         return self._out
 
     def _add(self, start: int, block: Tensor) -> None:
-        self.projector.accumulate(self._out, block, start, self.model_id)
+        self._accumulate(self._out, block, start, self.model_id)
 
     def _finish(self) -> None:
         """Do what is left to do after the last block."""
@@ -327,6 +334,12 @@ class ProjectionSink:
     def _require_open(self) -> None:
         if self._finished:
             raise RuntimeError("The result of this sink has been taken already. Open a new one for the next batch.")
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context outside of somebody's autocast region, where products would silently be rounded to bf16."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def formed_slices(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -261,7 +261,7 @@ class SparseProjector(BlockProjector):
         self._map.accumulate(out, block, start, model_id)
 
     def _accumulate_with_kernels(self, out: Tensor, block: Tensor, start: int, model_id: int) -> None:
-        _ops.sjlt_accumulate(out, block, start, self.seed, model_id, self.nonzeros)
+        _ops.launch_sjlt(out, block, start, self.seed, model_id, self.nonzeros)
 
     def takes_outer(self, left: Tensor, right: Tensor) -> bool:
         """Tell whether the CUDA kernel for factors is faster here, see [`BlockProjector.takes_outer`].
@@ -274,7 +274,7 @@ class SparseProjector(BlockProjector):
 
     def _accumulate_outer(self, out: Tensor, left: Tensor, right: Tensor, start: int, model_id: int) -> None:
         if self.takes_outer(left, right):
-            _ops.sjlt_accumulate_outer(out, left, right, start, self.seed, model_id, self.nonzeros)
+            _ops.launch_sjlt_outer(out, left, right, start, self.seed, model_id, self.nonzeros)
         else:
             super()._accumulate_outer(out, left, right, start, model_id)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_trak.config import DEFAULT_FACTORED_DIM
 from hf_trak.kernels.torch_two_sided import TwoSidedMap
-from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, formed_slices
+from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, formed_slices, without_autocast
 from hf_trak.projectors.checks import check_factors, check_proj_type
 from hf_trak.projectors.dense import SparseProjector
 from hf_trak.runtime.checks import checked_int
@@ -295,7 +295,7 @@ class _FactoredSink(ProjectionSink):
         if not left.numel() or not right.numel():
             return
         left, right = left.detach(), right.detach()
-        with torch.no_grad(), torch.autocast(left.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(left.device):
             matrix = self._factored.matrix_of(start, left.shape[2], right.shape[2])
             if matrix is None:
                 for offset, block in formed_slices(left, right):

@@ -29,12 +29,14 @@ class LastResult:
         question: what was asked.
         answer: how it was answered.
         distributions: distributions of all scores of the targets, once they are counted.
+        check: what a retraining said of a replay, once there was one.
     """
 
     scored: Dataset
     question: Question
     answer: Answer
     distributions: ScoreDistributions | None = None
+    check: str | None = None
 
     def counted(self) -> ScoreDistributions | None:
         """Count the scores of a top-k result in bins, once; `None` for a result that has all scores."""
@@ -60,6 +62,7 @@ class LastResult:
                 "features": features.layout.total,
                 "ridge": "none: the steps of the run",
                 **(RunReplay(features, method).facts(self.question) if method.of == "run" else {}),
+                **({"trained again": self.check} if self.check else {}),
             }
         if isinstance(method, Rerank) and rows is None:
             return {"reranked": "nothing: the training rows are not at hand"}

@@ -226,7 +226,11 @@ def _norm1(matrix: Tensor) -> float:
     return float(matrix.abs().sum(dim=0).max())
 
 
-def _inverse_norm1(cholesky: Tensor, max_iterations: int = 5) -> float:
+_VERTICES = 5
+"""Vertices to visit at most."""
+
+
+def _inverse_norm1(cholesky: Tensor) -> float:
     """Estimate ‖A⁻¹‖₁ from below for A = LLᵀ (Higham 1988, ACM TOMS 14:381).
 
     ‖A⁻¹x‖₁ is convex in x, so its maximum over the unit ball of the 1-norm is at a vertex ±e_i. The method goes from
@@ -234,7 +238,6 @@ def _inverse_norm1(cholesky: Tensor, max_iterations: int = 5) -> float:
 
     Args:
         cholesky: L, `(k, k)`.
-        max_iterations: vertices to visit at most.
     """
     k = cholesky.shape[0]
 
@@ -246,7 +249,7 @@ def _inverse_norm1(cholesky: Tensor, max_iterations: int = 5) -> float:
     alternating = torch.where(index % 2 == 0, 1.0, -1.0) * (1 + index / max(k - 1, 1))
     best = 2 * float(apply(alternating).abs().sum()) / (3 * k)
     vector = torch.full((k,), 1 / k, dtype=torch.float64, device=cholesky.device)
-    for _ in range(max_iterations):
+    for _ in range(_VERTICES):
         image = apply(vector)
         best = max(best, float(image.abs().sum()))
         gradient = apply(torch.where(image >= 0, 1.0, -1.0).double())

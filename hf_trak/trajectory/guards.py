@@ -34,7 +34,7 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
     """
     texts = []
     deviations = [
-        abs(float(found.losses[steps.start : steps.stop].mean()) - loss) / max(abs(loss), 1e-12)
+        abs(float(found.forward[0, steps.start : steps.stop].mean()) - loss) / max(abs(loss), 1e-12)
         for steps, loss in path.logged
     ]
     deviation = sum(deviations) / max(1, len(deviations))

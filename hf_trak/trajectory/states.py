@@ -1,4 +1,4 @@
-"""The weights before every step of a run: recorded ones, and lines between them where some are not."""
+"""The weights before every step of a run: known ones, and lines between them where some are not."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ class RunPath:
         numbers ([`Hyperparameters`]): the optimizer's numbers.
         states (`list[int]`): steps after which weights are known, the start and the end among them.
         logged (`list`): mean losses of the training, with the range of steps of each.
+        again (`bool`): whether steps between known weights are to be taken again, where that leads to the next ones.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RunPath:
         self.steps, self.numbers, self.states = list(steps), numbers, sorted(states)
         self._read, self.logged = read, list(logged)
         self._known: dict[int, Tensor] = {}
+        self.again = len(self.states) < len(self.steps) + 1
         if not states or self.states[0] != 0 or self.states[-1] != len(self.steps):
             raise IncompleteStoreError(
                 f"The weights after the steps {self.states} are known, of a run of {len(self.steps)} steps. Expected "
@@ -83,12 +85,28 @@ class RunPath:
         return max(after - before for before, after in pairwise(self.states))
 
     def thinned(self) -> "RunPath":
-        """Return the same run with every second one of its known weights, the first and the last among them."""
-        return RunPath(self.steps, self.numbers, {*self.states[::2], self.states[-1]}, self._read, self.logged)
+        """Return the same run on lines between every second one of its known weights, first and last among them."""
+        found = RunPath(self.steps, self.numbers, {*self.states[::2], self.states[-1]}, self._read, self.logged)
+        found.again = False
+        return found
 
     def known(self, step: int) -> bool:
-        """Tell whether the weights after so many steps are recorded."""
+        """Tell whether the weights after so many steps are known."""
         return step in self.states
+
+    def deviation(self, step: int, reached: Tensor) -> float:
+        """Compare known weights with those that were reached from the known ones before, `(P,)`.
+
+        Returns:
+            The distance of both, relative to the way between the known ones, or what rounding hides of it; infinite
+            for NaN.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+        """
+        before, known = self.weights(max(one for one in self.states if one < step)), self.weights(step).double()
+        way = torch.maximum((known - before).norm(), 1e-6 * known.norm()).clamp_min(1e-300)
+        return float(((reached - known).norm() / way).nan_to_num(nan=torch.inf))
 
     def weights(self, step: int) -> Tensor:
         """Return the weights after so many steps, `(P,)`: recorded, or on the line between the nearest recorded ones.

@@ -2,10 +2,13 @@
 
     <directory of the first group of targets>/
       state-<step>.safetensors      what a part of the run begins with: weights and rebuilt moments
+      line-<step>.safetensors       the same on lines between known weights
 
-A first sweep forwards rebuilds the moments of the optimizer along the known weights. It keeps them at the first step
-of each of about √T parts. Then the parts are taken from the last to the first: forwards again, and backwards. A killed
-sweep goes on from the last file with the same bits.
+A first sweep forwards rebuilds the moments of the optimizer. It needs the gradient of every step for that, and so has
+the step itself: from one of the known weights the steps are taken again up to the next ones. Where these are missed by
+more than [`MISSED`] (of a training with dropout that is not recorded, say), it begins again on lines between the known
+weights. It keeps the states at the first step of each of about √T parts. Then the parts are taken from the last to the
+first: forwards again, and backwards. A killed sweep goes on from the last file with the same bits.
 """
 
 import logging
@@ -41,6 +44,9 @@ _STATE = 4
 
 NORM_DEVIATION = 0.05
 """By how much the norm of the first gradient may differ from the training's, which half precision explains."""
+
+MISSED = 0.1
+"""By how much steps that are taken again may miss the next known weights, relative to the way to them."""
 
 _SLICE = 2**20
 """Parameters that are multiplied at a time, in float64."""
@@ -102,7 +108,8 @@ class BackwardSweep:
         self.dtype, self.device, self.width = first.dtype, first.device, len(first)
         self.part = part_length(self.count, self.width, first.element_size())
         self.saved = math.ceil(math.sqrt(self.count))
-        self.losses = torch.full((self.count,), math.nan, dtype=torch.float64)
+        self.forward = torch.full((2, self.count), math.nan, dtype=torch.float64)
+        self._again = path.again
         totals, rates = [len(one.rows) for one in path.steps], path.numbers.rates.max(1).values
         self._draws = RowDraws.of(totals, rates.cpu(), options.share, options.seed)
         self._groups: list[SweptTargets] = []
@@ -113,20 +120,26 @@ class BackwardSweep:
     def _home(self) -> SweptTargets:
         return self._groups[0]
 
+    @property
+    def _kind(self) -> str:
+        return "line" if self.path.again and not self._again else "state"
+
     def _read_state(self, step: int) -> State:
         specs = {
             "weights": TensorSpec((self.width,), (self.dtype,)),
             "moments": TensorSpec((3, self.width), (self.dtype,)),
+            "forward": self._home.forward_spec,
         }
-        read = read_tensors(self._home.file("state", step), {**self._home.identity, "step": step}, specs)
-        weights, moments = (read[name].clone().to(self.device) for name in specs)
+        read = read_tensors(self._home.file(self._kind, step), {**self._home.identity, "step": step}, specs)
+        weights, moments = (read[name].clone().to(self.device) for name in ("weights", "moments"))
+        self.forward = torch.where(read["forward"].isnan(), self.forward, read["forward"])
         first, second, noise = moments
         return State(weights, Moments(first, second, noise, step))
 
     def _write_state(self, step: int, state: State) -> None:
         moments = torch.stack([state.moments.first, state.moments.second, state.moments.noise])
-        tensors = {"weights": state.weights, "moments": moments}
-        write_tensors(self._home.file("state", step), tensors, {**self._home.identity, "step": step})
+        tensors = {"weights": state.weights, "moments": moments, "forward": self.forward}
+        write_tensors(self._home.file(self._kind, step), tensors, {**self._home.identity, "step": step})
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +148,7 @@ class BackwardSweep:
         return replace(step, smoothing=self.options.smoothing) if isinstance(step, AdamStep) else step
 
     def _forward(self, index: int, state: State) -> State:
-        """Take a step: the weights are those of the path, the moments are rebuilt."""
+        """Take a step: the weights after it are known ones, or its own, or on a line. The moments are rebuilt."""
         gradient, squares, count, losses = torch.zeros_like(state.weights), torch.zeros_like(state.weights), 0, 0.0
         self.passes.put(state.weights)
         for part in self.passes.rows(self.path.steps[index].batches):
@@ -143,11 +156,15 @@ class BackwardSweep:
             squares += part.gradients.square().sum(0)
             count += len(part.rows)
             losses += part.loss
-        self.losses[index] = losses
+        self.forward[0, index] = losses
         if index == 0:
             self._check_gradient(gradient)
         variance = (squares - gradient.square() / count).clamp_min(0)
-        _, moments = self._step(index).forward(state.weights, state.moments, gradient, variance)
+        reached, moments = self._step(index).forward(state.weights, state.moments, gradient, variance)
+        if self._again and not self.path.known(index + 1):
+            return State(reached.to(self.dtype), moments)
+        if self._again and not self.path.known(index):
+            self.forward[1, index] = self.path.deviation(index + 1, reached)
         return State(self.path.weights(index + 1), moments)
 
     def _check_gradient(self, gradient: Tensor) -> None:
@@ -173,7 +190,7 @@ class BackwardSweep:
         starts = range(0, self.count, self.part)
 
         def begun() -> int:
-            found = [step for step in self._home.files("state") if step in starts]
+            found = [step for step in self._home.files(self._kind) if step in starts]
             if not found:
                 weights = self.path.weights(0)
                 self._write_state(0, State(weights, Moments.start(weights)))
@@ -187,6 +204,19 @@ class BackwardSweep:
                 progress.update(len(self.path.steps[index].rows))
                 if index + 1 in starts and self.processes.is_main_process:
                     self._write_state(index + 1, state)
+
+    def _missed(self) -> bool:
+        """Tell whether the steps that were taken again have missed known weights."""
+        missed = self.forward[1].nan_to_num(0.0, posinf=math.inf)
+        most = self.processes.broadcast_from_main(lambda: float(missed.max()))
+        if most > MISSED and self.processes.is_main_process:
+            logger.warning(
+                "The steps of the run, taken again, missed the next known weights by %.0f %% of the way to them. "
+                "Expected %.0f %% at most: weights between them are taken from lines. Give the rows, the collator "
+                "and the precision of the run; of a run with dropout, record all steps (`TrakCallback(record=True)`).",
+                100 * most, 100 * MISSED,
+            )  # fmt: skip
+        return bool(most > MISSED)
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
@@ -207,15 +237,17 @@ class BackwardSweep:
         self._groups, main = [group for group, _ in groups], self.processes.is_main_process
         with self.processes.all_or_none():
             for group, targets in groups:
-                group.begin(targets.to(self.device, self.dtype), self.losses)
+                group.begin(targets.to(self.device, self.dtype), self.forward)
         rows = sum(len(one.rows) for one in self.path.steps)
         with RowProgress(rows * (2 + (self.part < self.count)), what, show=main, announce=main) as progress:
+            if self._again:
+                self._again = not self.processes.broadcast_from_main(lambda: self._home.files("line"))
             self._rebuild(progress)
             while (behind := max(group.behind for group in self._groups)) > 0:
                 self._part_back(behind, progress)
         with self.processes.all_or_none():
             for group in self._groups if main else []:
-                group.conclude(self.losses)
+                group.conclude(self.forward)
                 group.clean()
 
     def _part_back(self, behind: int, progress: RowProgress) -> None:
@@ -223,6 +255,11 @@ class BackwardSweep:
         start = (behind - 1) // self.part * self.part
         with self.processes.all_or_none():
             states = self._states(start)
+        if self._again and behind == self.count and self._missed():
+            self._again, self.forward[1] = False, math.nan
+            self._rebuild(progress)
+            with self.processes.all_or_none():
+                states = self._states(start)
         progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
         for index in range(behind - 1, start - 1, -1):
             groups = [group for group in self._groups if group.behind > index]
@@ -231,7 +268,7 @@ class BackwardSweep:
                 group.growth[index] = self._largest(group.cotangents, index)
                 group.behind = index
                 if index % self.saved == 0 and index and self.processes.is_main_process:
-                    group.keep(self.losses)
+                    group.keep(self.forward)
             progress.update(len(self.path.steps[index].rows))
 
     def _largest(self, cotangents: Cotangents, index: int) -> Tensor:

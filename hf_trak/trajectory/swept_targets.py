@@ -16,7 +16,7 @@ from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.shards import Identity, TensorSpec, read_tensors, write_tensors
 from hf_trak.trajectory.optimizer_steps import Cotangents
 
-_STEP_FILE = re.compile(r"(back|state)-(\d{8})\.safetensors")
+_STEP_FILE = re.compile(r"(back|line|state)-(\d{8})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,15 @@ class SweepResult:
     Attributes:
         scores (`torch.Tensor`): the derivative of each target by the weight of each row, `(n, m)`, float64.
         growth (`torch.Tensor`): ‖a_t‖ before each step, the largest of all targets relative to the start, `(T,)`.
-        losses (`torch.Tensor`): the loss of each step on the path, `(T,)`.
+        forward (`torch.Tensor`): the loss of each step on the path, and by how much the steps that were taken again
+            missed the known weights after it, `(2, T)`; NaN where none were, so everywhere on a path of lines.
         settings (`torch.Tensor`): d f / d ln η and d f / d ln λ of every step and target, `(2, T, m)`, float64; NaN
             where weight decay is a part of the gradient.
     """
 
     scores: Tensor
     growth: Tensor
-    losses: Tensor
+    forward: Tensor
     settings: Tensor
 
 
@@ -89,7 +90,12 @@ class SweptTargets:
         series = TensorSpec((self.count,), (torch.float64,))
         scores = TensorSpec((self.n, self.m), (torch.float64,))
         settings = TensorSpec((2, self.count, self.m), (torch.float64,))
-        return {"scores": scores, "growth": series, "losses": series, "settings": settings}
+        return {"scores": scores, "growth": series, "forward": self.forward_spec, "settings": settings}
+
+    @property
+    def forward_spec(self) -> TensorSpec:
+        """Return what a file has of the way forwards."""
+        return TensorSpec((2, self.count), (torch.float64,))
 
     def file(self, kind: str, step: int) -> Path:
         """Return the path of a file that a sweep needs on the way."""
@@ -100,12 +106,12 @@ class SweptTargets:
         found = (_STEP_FILE.fullmatch(path.name) for path in self.directory.glob(f"{kind}-*"))
         return sorted(int(one[2]) for one in found if one)
 
-    def begin(self, targets: Tensor, losses: Tensor) -> None:
+    def begin(self, targets: Tensor, forward: Tensor) -> None:
         """Read where an interrupted sweep was, or begin after the last step.
 
         Args:
             targets: the gradients of the targets by the last weights, `(m, P)`.
-            losses: the loss of each step, NaN where it is not known: filled with those in the file, `(T,)`.
+            forward: see [`SweepResult`], NaN where it is not known: filled with what is in the file, `(2, T)`.
 
         Raises:
             StoreError: a file is damaged.
@@ -126,16 +132,16 @@ class SweptTargets:
         specs = {**dict.fromkeys(("weights", "first", "second"), whole), **self._result_specs()}
         read = read_tensors(self.file("back", self.behind), {**self.identity, "step": self.behind}, specs)
         read = {name: tensor.clone() for name, tensor in read.items()}
-        known = read.pop("losses")
-        losses.copy_(torch.where(known.isnan(), losses, known))
+        known = read.pop("forward")
+        forward.copy_(torch.where(known.isnan(), forward, known))
         self.scores, self.growth, self.settings = (read.pop(name) for name in ("scores", "growth", "settings"))
         self.cotangents = Cotangents(**{name: value.to(targets.device) for name, value in read.items()})
 
-    def keep(self, losses: Tensor) -> None:
+    def keep(self, forward: Tensor) -> None:
         """Write where the sweep is, and remove the file before.
 
         Args:
-            losses: the loss of each step, `(T,)`.
+            forward: see [`SweepResult`], `(2, T)`.
 
         Raises:
             StoreError: the file cannot be written.
@@ -146,7 +152,7 @@ class SweptTargets:
             "second": self.cotangents.second,
             "scores": self.scores,
             "growth": self.growth,
-            "losses": losses,
+            "forward": forward,
             "settings": self.settings,
         }
         write_tensors(self.file("back", self.behind), tensors, {**self.identity, "step": self.behind})
@@ -154,21 +160,21 @@ class SweptTargets:
             if later > self.behind:
                 self.file("back", later).unlink(missing_ok=True)
 
-    def conclude(self, losses: Tensor) -> None:
+    def conclude(self, forward: Tensor) -> None:
         """Write the result of all steps.
 
         Args:
-            losses: the loss of each step, `(T,)`.
+            forward: see [`SweepResult`], `(2, T)`.
 
         Raises:
             StoreError: the file cannot be written.
         """
         growth = self.growth / self._start
-        tensors = {"scores": self.scores, "growth": growth, "losses": losses, "settings": self.settings}
+        tensors = {"scores": self.scores, "growth": growth, "forward": forward, "settings": self.settings}
         write_tensors(self.result_path, tensors, self.identity)
 
     def clean(self) -> None:
         """Remove what was needed on the way."""
-        for kind in ("state", "back"):
+        for kind in ("state", "line", "back"):
             for step in self.files(kind):
                 self.file(kind, step).unlink(missing_ok=True)

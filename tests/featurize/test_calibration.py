@@ -148,6 +148,29 @@ def test_the_figures_are_those_of_the_scores(calibrated) -> None:
         assert np.allclose(one.sums, expected, atol=1e-5)
 
 
+def test_training_rows_judge_without_their_own_score(calibrated) -> None:
+    """Without targets of its own, by the scores of the calls themselves, less those of rows for themselves."""
+    attributor, found, directory = calibrated
+    path = directory / "trak" / "calibration.json"
+    before = path.read_bytes()
+    try:
+        by_rows = attributor.calibrate(targets=3)
+    finally:
+        path.write_bytes(before)
+    rows = attributor.train_dataset
+    drawn = sorted(np.random.Generator(np.random.Philox(attributor.args.seed)).permutation(len(rows))[:3].tolist())
+
+    def others(method: object) -> np.ndarray:
+        table = np.array(attributor.attribute(rows.select(drawn), top_k=None, method=method)["trak_scores"])
+        return np.stack([np.delete(one, own) for one, own in zip(table, drawn, strict=True)])
+
+    replayed = others(Replay(of="run"))
+    for one in by_rows.candidates:
+        expected = [np.corrcoef(a, b)[0, 1] for a, b in zip(others(one.method), replayed, strict=True)]
+        assert np.allclose(one.sums, expected, atol=1e-5)
+    assert by_rows.candidates != found.candidates
+
+
 def test_auto_takes_what_was_chosen(calibrated) -> None:
     """The index at the calibrated ridge on a small budget, and a sum of scores where that was chosen."""
     attributor, found, directory = calibrated

@@ -69,7 +69,8 @@ def test_memory_counts_what_is_allocated():
     model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 2))
     weights = 4 * (1000 * 500 + 500 + 500 * 2 + 2)
     sizes = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100))
-    assert sizes.stages["features"].memory == weights + 4 * 100 * 65 + 4 * 4 * 64 + 4 * 4 * 500_000
+    checked = 2 * weights  # two gradients of one row
+    assert sizes.stages["features"].memory == weights + checked + 4 * 100 * 65 + 4 * 4 * 64 + 4 * 4 * 500_000
     more = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100), checkpoints=2)
     assert more.stages["features"].memory - sizes.stages["features"].memory == weights
     half = estimate(model, 1000, replace(config(), per_device_batch_size=4, shard_size=100, model_dtype="bfloat16"))

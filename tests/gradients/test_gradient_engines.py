@@ -381,19 +381,20 @@ def test_functional_sets_the_problem_type_only_while_it_runs() -> None:
 
 
 def test_mask_code_is_restored_after_an_exception() -> None:
-    from transformers import masking_utils, modeling_attn_mask_utils
+    from transformers import masking_utils
+    from transformers.utils import import_utils
 
     class Failing(Margin):
         def output(self, model_output: Any, batch: Any, side: str = "train") -> Tensor:
-            if masking_utils.is_tracing() and modeling_attn_mask_utils.is_tracing():
+            if masking_utils.is_tracing():
                 raise KeyError("inside the engine")
             return super().output(model_output, batch, side)
 
     model, batch = small_bert()
-    before = masking_utils.is_tracing, modeling_attn_mask_utils.is_tracing
+    before = masking_utils.is_tracing
     with pytest.raises(KeyError, match="inside the engine"):
         FunctionalGradientComputer(model, Failing(), None, torch.float32, "cpu").compute_per_sample_grad(batch)
-    assert (masking_utils.is_tracing, modeling_attn_mask_utils.is_tracing) == before
+    assert masking_utils.is_tracing is before is import_utils.is_tracing
     assert not masking_utils.is_tracing()
 
 

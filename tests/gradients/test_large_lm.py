@@ -126,9 +126,10 @@ def test_memory_of_pairs_is_that_of_rows(benchmark, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_of_a_vocabulary_of_262144(benchmark, dtype):
-    case = {"vocabulary": 262144, "width": 256, "tokens": 512, "rows": 2, "dtype": dtype, "budget": 32 * MIB}
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 256), ("bfloat16", 16)])
+def test_memory_of_a_vocabulary_of_262144(benchmark, dtype, width):
+    """Processors without instructions for bfloat16 multiply it a hundred times slower; logits have no width."""
+    case = {"vocabulary": 262144, "width": width, "tokens": 512, "rows": 2, "dtype": dtype, "budget": 32 * MIB}
     found = benchmark.measured("vocabulary", {**case, "threads": 1})
     assert found["peak"] < bound(case, found, True) < found["logits"]
 

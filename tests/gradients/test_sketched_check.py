@@ -105,7 +105,9 @@ def test_memory_of_the_check_does_not_grow_with_the_layers():
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    found = benchmark.measured("1b", {**benchmark.BILLION[0], "layers": 2, "tokens": 16, "threads": 1})
+    # in float32: processors without instructions for bfloat16 multiply it a hundred times slower
+    case = {**benchmark.BILLION[0], "dtype": "float32", "layers": 2, "tokens": 16, "threads": 1}
+    found = benchmark.measured("1b", case)
     assert found["parameters"] >= gradient_sketch.SKETCHED_FROM
-    assert found["peak"] < 3 * 128256 * 2048 * 2 + 3 * 2**25 + 128 * 2**20 < 4 * found["weights"]
+    assert found["peak"] < 3 * 128256 * 2048 * 4 + 3 * 2**25 + 128 * 2**20 < 4 * found["weights"]
     assert found["weights"] + found["peak"] < found["estimated featurize_memory"]

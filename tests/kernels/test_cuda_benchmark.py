@@ -123,3 +123,42 @@ def test_rotations_are_measured_by_the_kernel_and_by_torch(monkeypatch):
         assert amount == 2 * before.nbytes
         assert not torch.equal(rows, before)
         torch.testing.assert_close(rows.norm(dim=1), before.norm(dim=1))
+
+
+def test_models_are_measured_and_counted(monkeypatch, capsys):
+    """All columns of the first day, of two small models that are played by a CPU."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_models
+
+    def case(width):
+        model = torch.nn.Linear(6, width)
+        return lambda: (model, torch.randn(4, 6), lambda output, batch: output.float().sum(1))
+
+    monkeypatch.setattr(gpu_models, "MODELS", {"three": case(3), "five": case(5)})
+    found = dict(gpu_models.table(16, 3, CPU))
+    assert list(found) == ["three", "five"]
+    for figures in found.values():
+        assert all(value >= 0 and math.isfinite(value) for value in figures.values())
+        assert figures["gradients ÷ plain"] > 0 and figures["features ÷ plain"] > 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["three", "five"]
+    steps, size, total, operations = gpu_models.steps_of(case(3), 16, CPU)
+    assert (size, total) == (4, 6 * 3 + 3)
+    assert operations == 2 * 4 * 6 * 3 * 2  # forward, and the gradient of the weight: nothing is asked of the rows
+    assert list(steps) == ["plain", "gradients", "features"]
+
+
+def test_the_first_day_needs_a_gpu_and_tells_which_tests_failed(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_first_day
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch sees none"):
+        gpu_first_day.main([])
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\ndef test_two(): assert False\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(gpu_first_day, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_first_day, "TESTS", ("-q", "-rfE", "test_one.py"))
+    assert gpu_first_day.run_tests(tmp_path / "log").startswith("1 failed, 1 passed")
+    assert "FAILED test_one.py::test_two" in capsys.readouterr().out
+    for place in gpu_first_day.PLACES:
+        assert (BENCHMARKS.parent / place).exists()

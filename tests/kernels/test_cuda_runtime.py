@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_trak.errors import KernelError
-from hf_trak.kernels import cache, compiler, runtime
+from hf_trak.kernels import cache, compiler, ops, runtime
 from hf_trak.kernels.arguments import float32_terms, kernels_wanted
 from hf_trak.kernels.dense import accumulate_dense, plan_dense
 from hf_trak.kernels.sources import REDUCE
@@ -368,6 +368,7 @@ def test_projectors_call_the_operators_where_kernels_are_wanted(name, monkeypatc
     calls = []
     inner = projector._accumulate_with_kernels
     monkeypatch.setattr(projector, "_accumulate", lambda *_: pytest.fail("not the operator"))
+    monkeypatch.setattr(ops, "launch_sjlt", ops.sjlt_accumulate)
     wanted = [True]  # only for the outer call
     for module in (base, sparse):
         monkeypatch.setattr(module, "kernels_wanted", lambda device: bool(wanted))

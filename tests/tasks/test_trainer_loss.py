@@ -240,14 +240,83 @@ def test_one_pass_serves_a_batch(case: str, tmp_path: Path, caplog: pytest.LogCa
     assert "by the hooked engine" in caplog.text
 
 
-def test_weights_of_classes_stay_in_proportion(tmp_path: Path) -> None:
-    """The gradient of the loss of all rows in one batch is the sum of the features, but for one factor."""
-    trainer = CASES["weighted"](tmp_path)
-    kept = [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
-    loss = trainer.compute_loss(trainer.model, dict(trainer.data_collator(kept)))
-    whole = torch.cat([one.flatten() for one in torch.autograd.grad(-loss, list(trainer.model.parameters()))])
-    found = features(TrakAttributor.from_trainer(trainer, config(tmp_path))).sum(0)
-    torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-6, rtol=0)
+class OfTokens(hf.Trainer):
+    """A mean over the tokens of a batch, in which long rows count more."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1]
+        return 0.5 * functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def tokens_weighed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss that is given the number of items, and does not ask for it."""
+    weights = torch.arange(1.0, 4.0)
+    return nn.CrossEntropyLoss(weight=weights)(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def tagged() -> Dataset:
+    given = rows()
+    return given.add_column("labels", [[-100, *(token % 3 for token in ids[1:])] for ids in given["input_ids"]])
+
+
+PER_TOKEN: dict[str, Any] = {
+    "a language model": lambda path: made(
+        path, OfTokens, gpt2(), rows(), hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    ),
+    "weights of classes": lambda path: made(
+        path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
+        hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_weighed,
+    ),
+    "smoothed": lambda path: made(
+        path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
+        hf.DataCollatorForTokenClassification(tokenizer()), label_smoothing_factor=0.1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*(sorted(CASES.keys() - {"boxes"})), *PER_TOKEN])
+def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The gradient of the trainer's loss of all rows in one batch is the sum of the features, but for one factor."""
+    trainer = {**CASES, **PER_TOKEN}[case](tmp_path)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path))
+    assert not [word for word in ("the weights", "no sum of theirs") if word in caplog.text]
+    found = features(own).sum(0)
+    trainer.args.per_device_eval_batch_size = len(trainer.train_dataset)
+    (batch,) = trainer.get_eval_dataloader(trainer.train_dataset)
+    counted = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
+    loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=counted)
+    wanted = [p for p in trainer.model.parameters() if p.requires_grad]
+    taken = torch.autograd.grad(-loss, wanted, allow_unused=True, materialize_grads=True)
+    whole = torch.cat([one.flatten() for one in taken])
+    torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-5, rtol=0)
+
+
+class Normalized(hf.Trainer):
+    """Weights of classes over their sum, by hand: a row alone has none of its weight."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        weights = WEIGHTS[inputs["labels"]]
+        losses = functional.cross_entropy(model(**inputs).logits, inputs["labels"], reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+
+def test_weights_that_a_row_alone_loses_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the first rows have the same label."""
+    sorted_by_label = rows(labels=[0, 0, 0, 1, 1, 1])
+    TrakAttributor.from_trainer(made(tmp_path, Normalized, bert(), sorted_by_label), config(tmp_path))
+    assert "`Normalized.compute_loss` gives them the weights 0.091 and 0.91" in caplog.text
+
+
+def prepared(self: Any, inputs: Any) -> Any:
+    return {**inputs, "labels": 2 - inputs["labels"]}
+
+
+@pytest.mark.parametrize("name", ["_prepare_inputs", "get_train_dataloader", "training_step"])
+def test_steps_of_a_trainers_own_are_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind = type("OwnSteps", (hf.Trainer,), {name: prepared})
+    TrakAttributor.from_trainer(made(tmp_path, kind, bert(), classes()), config(tmp_path))
+    assert f"OwnSteps has `{name}` of its own" in caplog.text
 
 
 def test_a_trainer_with_the_loss_of_its_model_keeps_the_task_of_the_model(tmp_path: Path) -> None:
@@ -284,7 +353,7 @@ def test_a_loss_between_rows_is_refused(tmp_path: Path) -> None:
 def test_a_trainer_that_changes_its_batches_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = distilled(tmp_path)
     TrakAttributor.from_trainer(trainer, config(tmp_path))
-    assert "GKDTrainer also changes batches before `compute_loss`" in caplog.text
+    assert "GKDTrainer has `training_step` of its own" in caplog.text
 
 
 class OnPolicy(hf.Trainer):

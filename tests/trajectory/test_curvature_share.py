@@ -103,10 +103,12 @@ def test_the_share_is_chosen_unless_given(
 
 
 def found_of(**changes: Any) -> tuple[SweepResult, Any]:
-    """A sweep without any fault, and the path of its run, but for what is changed."""
+    """A sweep on lines without any fault, and the path of its run, but for what is changed."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(50, 2, generator=generator, dtype=torch.float64)
-    parts = {"scores": scores, "growth": torch.ones(4), "losses": torch.ones(4, dtype=torch.float64), **changes}
+    losses = changes.pop("losses", torch.ones(4, dtype=torch.float64))
+    forward = torch.stack([losses, losses * torch.nan])
+    parts = {"scores": scores, "growth": torch.ones(4), "forward": forward, **changes}
     parts["settings"] = torch.zeros(2, 4, 2, dtype=torch.float64)
     steps = [SimpleNamespace(rows=range(50))]
     return SweepResult(**parts), SimpleNamespace(steps=steps, gap=5, logged=[(range(i, i + 1), 1.0) for i in range(4)])
@@ -147,6 +149,7 @@ def test_scores_of_two_grids_are_compared() -> None:
 def test_runs_without_the_weights_of_every_step_have_two_grids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("hf_trak.trajectory.sweep.MISSED", -1.0)  # so weights between lie on lines
     run = recorded(tmp_path, every=2, learning_rate=1e-3)
     first = scores_of(replayed(run, tmp_path, RUN))
     assert "every second one" not in caplog.text

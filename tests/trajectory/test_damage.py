@@ -114,9 +114,9 @@ def test_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for change in [*mutated(content, seed), foreign.read_bytes()]:
                 path.write_bytes(change)
                 with pytest.raises(HfTrakError):
-                    group.begin(targets, sweep.losses)
+                    group.begin(targets, sweep.forward)
             path.write_bytes(content)
-            group.begin(targets, sweep.losses)
+            group.begin(targets, sweep.forward)
 
 
 def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_classifier_at_its_defaults(tmp_path: Path) -> None:
     assert scores_of(found).abs().min() > 0
     path = next((tmp_path / "trak").rglob("scores.safetensors"))
     with safe_open(path, "pt") as file:
-        losses = file.get_tensor("losses")
+        losses = file.get_tensor("forward")[0]
     steps = RunRecord.open(tmp_path / "trak" / "trajectory" / "run").steps()
     torch.testing.assert_close(
         losses, torch.tensor([one.loss for one in steps], dtype=torch.float64), rtol=1e-5, atol=0

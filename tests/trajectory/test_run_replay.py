@@ -1,5 +1,6 @@
 """Replays of recorded `Trainer` runs against retraining, kills, and what is refused."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from replay_runs import (
     EVAL,
     ROWS,
+    TARGETS,
     RowWeights,
     config,
     differences,
@@ -34,6 +36,7 @@ from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RunRecord
 from hf_trak.trajectory.saved_run import SavedRun
+from hf_trak.trajectory.states import RunPath
 
 PLAIN = Replay(of="run", smoothing=0.0)
 
@@ -187,6 +190,8 @@ def test_a_retraining_is_predicted(tmp_path: Path) -> None:
     found = attributor.verify_replay(EVAL, make, 0.2)
     assert len(found.dropped) == 2
     assert found.r_squared > 0.95
+    report = attributor.report(tmp_path / "report.html").read_text("utf-8")
+    assert str(found) in report and f"over {TARGETS} targets" in report
     with pytest.raises(ValueError, match="leaves out 0 of 10 rows"):
         attributor.verify_replay(EVAL, make, 0.01)
 
@@ -234,10 +239,55 @@ def _broken(*arguments: Any) -> None:
     raise RuntimeError("broken")
 
 
-def test_a_path_that_is_not_the_runs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_that_is_not_the_runs_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_trak.trajectory.sweep.MISSED", 0.0)  # so weights between lie on lines
     run = recorded(tmp_path, every=100, learning_rate=0.3)
     replayed(run, tmp_path, Replay(of="run"))
     assert "Record the weights more often than every 9 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case == "linear" else pytest.mark.slow) for case in CASES],
+)
+@pytest.mark.parametrize("parts", [False, True])
+def test_first_and_last_weights_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str, parts: bool
+) -> None:
+    """Steps that are taken again lead through the weights of the training, whatever they were made of."""
+    make, options = CASES[case]
+    every = scores_of(replayed(recorded(tmp_path / "a", make(RowWeights()), **options), tmp_path / "a", PLAIN))
+    if parts:
+        monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
+    run = recorded(tmp_path / "b", make(RowWeights()), every=100, **options)
+    found = scores_of(replayed(run, tmp_path / "b", PLAIN))
+    assert float((found - every).abs().max() / every.abs().max()) <= 1e-9
+    assert not caplog.records
+
+
+def test_steps_that_miss_the_next_weights_give_way_to_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights after half of the run are others than the training made, as after a dropout that nobody recorded."""
+    monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
+    run = recorded(tmp_path, learning_rate=1e-3)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    whole = RunReplay(attributor.features, Replay(of="run")).path
+    moved = {step: whole.weights(step) for step in (0, 5, 9)}
+    way = moved[5] - moved[0]
+    moved[5] = moved[5] + 0.5 * way.norm() * torch.nn.functional.normalize(torch.randn_like(way), dim=0)
+    line = [torch.lerp(moved[0], moved[5], step / 5) for step in range(5)]
+    line += [torch.lerp(moved[5], moved[9], step / 4) for step in range(5)]
+    found = {}
+    for name, states, read in (("sparse", moved, moved.__getitem__), ("lines", range(10), line.__getitem__)):
+        path = RunPath(whole.steps, whole.numbers, states, read, whole.logged)
+        monkeypatch.setattr(RunReplay, "path", path)
+        found[name] = scores_of(attributor.attribute(EVAL, top_k=None, method=Replay(of="run"), name=name))
+    assert torch.equal(found["sparse"], found["lines"])
+    missed = re.search(r"taken again, missed the next known weights by (\d+) % of the way to them", caplog.text)
+    assert missed is not None and int(missed[1]) >= 50  # half the way, and more where it begins elsewhere
 
 
 @pytest.mark.parametrize(

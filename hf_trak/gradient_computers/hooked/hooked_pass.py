@@ -180,17 +180,19 @@ class HookedPass:
         """
         if not output.requires_grad:
             output = output + self.anchor(output.device)
+        watched, shape = _viewed(output), output.shape  # a hook that held the output would keep its memory
         token: Tensor | None = Keep.apply(self.anchor(output.device), *(t.detach() for t in kept))
 
         def hook(grad: Tensor) -> None:
             nonlocal token
             if token is None:
                 raise RuntimeError("A graph of the hooked engine was run backward twice.")
-            node, token = token.grad_fn, None
-            saved = node.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again, hooks and all
-            self.received(lambda: receive(grad, saved))
+            keeper, token = token, None  # a node lives, and keeps what it saved, as long as its result
+            saved = keeper.grad_fn.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again
+            del keeper
+            self.received(lambda: receive(grad.reshape(shape), saved))
 
-        output.register_hook(hook)
+        watched.register_hook(hook)
         return output
 
     def small_graph(self) -> AbstractContextManager[Any]:
@@ -316,6 +318,18 @@ class HookedPass:
                 logger.debug("Gradients of %s are taken sample by sample: %s", ", ".join(tracked.roots), error)
         rows = [pull(cotangent, False) for cotangent in grad]
         return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _viewed(output: Tensor) -> Tensor:
+    """Return the tensor that has the same numbers as an output, and keeps its hooks when the output is written to.
+
+    Some versions of torch return the result of a linear layer with a bias as a view. Hooks of a view are lost when it
+    is changed in place, and those of the viewed tensor are not.
+    """
+    base = output._base
+    if base is None or base.is_leaf or base.numel() != output.numel():
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
 
 
 class _Bypass:
