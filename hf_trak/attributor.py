@@ -64,6 +64,7 @@ from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
 from hf_trak.runtime.progress import log_on_interrupt
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
+from hf_trak.scores.said_parts import Unit, said_parts
 from hf_trak.scores.scored_dataset import attach_columns, without_rerank_columns
 from hf_trak.scores.selection import (
     Criterion,
@@ -74,7 +75,7 @@ from hf_trak.scores.selection import (
     selected,
     selection_size,
 )
-from hf_trak.scores.spans import Span, single_labels, with_token_scores
+from hf_trak.scores.spans import Span, single_labels, with_token_scores, with_tokens
 from hf_trak.trajectory.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -701,6 +702,58 @@ class TrakAttributor:
         last_result(self).check = str(found)
         return found
 
+    def sources(
+        self,
+        eval_dataset: HFDataset,
+        part: Unit | Span = "word",
+        top_k: int = 5,
+        *,
+        verify: bool = True,
+        method: Method = "auto",
+        checkpoints: Checkpoints = None,
+    ) -> HFDataset:
+        """Find the training rows behind each word that a language model says, beside those that words alone find.
+
+        `show` and `report` then display the words in three columns: the rows that made the model say a word, those
+        that share the longest sequence of words with it, and what a training step on each of them does to it. BM25 is
+        beside them.
+
+        Args:
+            eval_dataset (`datasets.Dataset`):
+                What the model says: a result of [`~TrakAttributor.predict`], chats, completions, or texts.
+            part (`str` or [`~hf_trak.Span`], *optional*, defaults to `"word"`):
+                `"word"` or `"sentence"` explains each of them, and a `Span`, such as `Span(words="in Ballarat")`, one
+                part of each target.
+            top_k (`int`, *optional*, defaults to 5):
+                Training rows of each kind.
+            verify (`bool`, *optional*, defaults to `True`):
+                Take the training steps. That costs 16 of them for each target, and one for each row that is found; the
+                time is logged.
+            method, checkpoints (*optional*):
+                As in [`~TrakAttributor.attribute`].
+
+        Returns:
+            One row for each part, with the columns of [`~TrakAttributor.attribute`] and `part`, its words;
+            `trak_target`, the number of its target; and `trak_words`, see [`~hf_trak.report.with_words`].
+
+        Raises:
+            TypeError: the task is that of no language model that writes.
+            ValueError: `part` is something else, or nothing is said; and all that `attribute` raises.
+        """
+        from hf_trak.report.words import ids_column_of, with_words  # reports need more packages
+
+        ids_column = ids_column_of(self.features)
+        if isinstance(part, Span):
+            scored = self.attribute(eval_dataset, top_k, method=method, checkpoints=checkpoints, part=part)
+        else:
+            ready = attribute_of(self.features.data_collator, "ready")
+            rows = with_tokens(eval_dataset, ready, ids_column)
+            parts = said_parts(rows, part, self.features.processing_class, ids_column)
+            scored = self.attribute(parts, top_k, method=method, checkpoints=checkpoints)
+        last = last_result(self)
+        last.scored = with_words(self.features, scored, top_k, verify, checkpoints)
+        return last.scored
+
     def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
         """Tell what each training row did to validation rows, what may be wrong with it and what to do.
 
@@ -985,7 +1038,7 @@ class TrakAttributor:
                 Numbers of training rows, such as `scored[0]["trak_indices"]`.
             similar (`str` or `Sequence[int]`, *optional*, defaults to `"embeddings"`):
                 The rows that look like the target: those of the closest embeddings (inputs of the model's head), or
-                `"bm25"`, those that share tokens with it (needs `bm25s`), among 1,024 rows drawn at random, `rows`
+                `"bm25"`, those that share tokens with it, among 1,024 rows drawn at random, `rows`
                 left out; or numbers of rows; or `None` for no such control.
             draws (`int`, *optional*, defaults to 16):
                 How often as many random rows are drawn, at least 4.
@@ -1001,7 +1054,6 @@ class TrakAttributor:
             TypeError: the output of the task depends on more than one row and the weights (CLIP).
             IncompleteStoreError: the training rows are not at hand.
             CheckpointMismatchError: the weights at hand are not those of the features.
-            ImportError: `"bm25"` is asked for, and `bm25s` is not installed.
         """
         return verify_rows(self.features, target, rows, similar, draws, self.args.seed, checkpoints)
 

@@ -100,6 +100,26 @@ def said_in(text: str, row: Mapping[str, Any]) -> list[Range]:
     return found
 
 
+def said_tokens(
+    row: Mapping[str, Any], ids: Sequence[int], tokenizer: Any, column: str | None
+) -> tuple[str, list[int], list[Range], list[Range]]:
+    """Find what the model says in the tokens of a row.
+
+    Args:
+        row: the row.
+        ids: its token ids.
+        tokenizer: the tokenizer.
+        column: what [`said_column`] returns.
+
+    Returns:
+        A text; the places of its tokens in `ids`; the range of characters of each; and ranges that the model says.
+    """
+    own = [place for place in range(len(ids)) if column != PREDICTED or row[TARGET_MASK][place]]
+    in_turns = column in ("messages", "completion")
+    text, offsets = decoded([ids[place] for place in own], tokenizer, not in_turns)
+    return text, own, offsets, said_in(text, row) if in_turns else [(0, len(text))]
+
+
 def places(text: str, word: str, within: Sequence[Range]) -> list[int]:
     """List where a piece of text begins, in some ranges of a text.
 

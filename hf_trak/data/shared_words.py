@@ -1,21 +1,21 @@
-"""Words that texts share: the longest sequence of them, and BM25.
+"""Words that texts share: the longest sequences of them, and BM25.
 
 Both look at words alone, so that they show what an attribution adds to a search. Case and punctuation do not count.
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
-
-from hf_trak.runtime.checks import required
-
-BM25_MISSING = "BM25 needs the package `bm25s`, which is not installed. Install it with `pip install bm25s`."
 
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff"  # of Japanese and Chinese, which put no spaces between words
 
 _WORD = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
+
+_BETWEEN, _UNKNOWN = -1, -2  # numbers of no word, which are equal to none that is looked for
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,116 @@ class Run:
     count: int
 
 
-class SharedRuns:
-    """Finds the longest sequences of words that a text shares with each of several spans."""
+class _Numbers(dict[str, int]):
+    """Numbers of words as they are written, the same for those that differ in case alone."""
 
-    def __init__(self, spans: Sequence[Sequence[str]]) -> None:
+    def __init__(self) -> None:
+        self.folded: dict[str, int] = {}
+        self._next = count()
+
+    def __missing__(self, word: str) -> int:
+        folded = word.casefold()
+        if folded not in self.folded:
+            self.folded[folded] = next(self._next)
+        self[word] = self.folded[folded]
+        return self[word]
+
+
+class WordIndex:
+    """The words of many texts, and the places of each word: finds sequences of words, and BM25.
+
+    A word takes 8 bytes of memory, and twice as many while the index is made.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
         """
         Args:
-            spans: the words of each span.
+            texts: the texts, which are numbered from 0.
         """
-        self._places: dict[str, list[tuple[int, int]]] = {}
-        for number, words in enumerate(spans):
-            for place, word in enumerate(words):
-                self._places.setdefault(word, []).append((number, place))
+        numbers, parts, lengths = _Numbers(), [np.array([_BETWEEN], dtype=np.int32)], list[int]()
+        for text in texts:
+            found = _WORD.findall(text)
+            lengths.append(len(found))
+            parts.append(np.fromiter(map(numbers.__getitem__, found), np.int32, len(found)))
+            parts.append(parts[0])
+        self._numbers = numbers.folded
+        self._lengths = np.array(lengths, dtype=np.int64)
+        self._words = np.concatenate(parts)  # those of all texts, with no word before, between and behind them
+        self._starts = np.concatenate([[1], 1 + np.cumsum(self._lengths + 1)])
+        self._places = np.argsort(self._words, kind="stable").astype(np.int32)
+        self._bounds = np.searchsorted(self._words, np.arange(len(numbers.folded) + 1), sorter=self._places)
 
-    def longest(self, words: Sequence[str]) -> dict[int, Run]:
-        """Find the longest sequence, the first of several, for each span that shares a word.
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def longest(
+        self, words: Sequence[str], first: int = 0, last: int | None = None, count: int | None = None
+    ) -> list[tuple[int, Run]]:
+        """Find the texts that share the longest sequences of words with a passage.
 
         Args:
-            words: the words of a text.
+            words: the words of the passage, in lower case.
+            first, last: a part of it, `words[first:last]`. Sequences go through a word of it, and may be longer.
+            count: number of texts; `None` for all that share a word of the part.
 
         Returns:
-            Places in `words`, by the number of the span.
+            Numbers of texts, each with the longest sequence in it, the first of several; the longest of all first, of
+            equals that of the lower number.
         """
-        best: dict[int, Run] = {}
-        before: dict[tuple[int, int], int] = {}
-        for end, word in enumerate(words, 1):
-            counts = {}
-            for number, place in self._places.get(word, ()):
-                counts[number, place] = count = before.get((number, place - 1), 0) + 1
-                if number not in best or count > best[number].count:
-                    best[number] = Run(end - count, count)
-            before = counts
-        return best
+        asked = np.array([_UNKNOWN, *(self._numbers.get(word, _UNKNOWN) for word in words), _UNKNOWN])
+        best = np.zeros(len(self), dtype=np.int64)
+        for place in range(first + 1, (len(words) if last is None else last) + 1):
+            found = self._of(asked[place])
+            before = np.zeros(len(found), dtype=np.int64)
+            if place == first + 1:
+                before = self._alike(found, asked[:place][::-1], -1)
+            else:  # longer ones were found through the word before
+                found = found[self._words[found - 1] != asked[place - 1]]
+                before = before[: len(found)]
+            if not len(found):
+                continue
+            counts = 1 + before + self._alike(found, asked[place + 1 :], 1)
+            # The highest of these has most words, and is the first of those.
+            ranked = counts * len(self._words) + len(self._words) - 1 - (found - before)
+            texts = self._texts_of(found)
+            heads = np.flatnonzero(np.diff(texts, prepend=-1))
+            best[texts[heads]] = np.maximum(best[texts[heads]], np.maximum.reduceat(ranked, heads))
+        order = np.argsort(-(best // len(self._words)), kind="stable")[:count]
+        sequences = list[tuple[int, Run]]()
+        for text in order[best[order] > 0].tolist():
+            many, rest = divmod(int(best[text]), len(self._words))
+            sequences.append((text, Run(len(self._words) - 1 - rest - int(self._starts[text]), many)))
+        return sequences
 
+    def bm25(self, words: Sequence[str]) -> np.ndarray:
+        """Compute BM25 of all texts, `(texts,)`, as Lucene does, with k₁ = 1.5 and b = 0.75.
 
-def bm25_scores(documents: Sequence[Sequence[str]], queries: Sequence[Sequence[str]]) -> np.ndarray:
-    """Compute BM25 of documents for queries, both lists of words: `(queries, documents)`.
+        Args:
+            words: the words of the query, in lower case.
+        """
+        scores, n = np.zeros(len(self)), len(self)
+        relative = self._lengths / max(float(self._lengths.mean()), 1e-9) if n else scores
+        for word, times in Counter(words).items():
+            texts, counts = np.unique(self._texts_of(self._of(self._numbers.get(word, _UNKNOWN))), return_counts=True)
+            rarity = np.log(1 + (n - len(texts) + 0.5) / (len(texts) + 0.5))
+            scores[texts] += times * rarity * counts / (counts + 1.5 * (0.25 + 0.75 * relative[texts]))
+        return scores
 
-    Args:
-        documents: the documents.
-        queries: the queries.
+    def _of(self, number: int) -> np.ndarray:
+        """List the places of a word, ascending."""
+        if number < 0:
+            return self._places[:0]
+        return self._places[self._bounds[number] : self._bounds[number + 1]]
 
-    Raises:
-        ImportError: `bm25s` is not installed.
-    """
-    index, nothing = required("bm25s", BM25_MISSING).BM25(), np.zeros(len(documents), dtype=np.float32)
-    if not any(documents):
-        return np.stack([nothing for _ in queries])
-    index.index([list(one) for one in documents], show_progress=False)
-    return np.stack([index.get_scores(list(one)) if one else nothing for one in queries])  # it wants a word or more
+    def _texts_of(self, places: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._starts, places, side="right") - 1
+
+    def _alike(self, places: np.ndarray, words: np.ndarray, step: int) -> np.ndarray:
+        """Count the words that follow each place as they do in a passage, forwards or backwards."""
+        counts, going = np.zeros(len(places), dtype=np.int64), np.arange(len(places))
+        for offset, word in enumerate(words, 1):
+            going = going[self._words[places[going] + step * offset] == word]
+            if not len(going):
+                break
+            counts[going] = offset
+        return counts

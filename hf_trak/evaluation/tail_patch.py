@@ -11,8 +11,8 @@ small enough that the change belongs to the rows and not to the curvature of the
 rounding.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation.intervals import Result
-from hf_trak.evaluation.trial_steps import Direction, Similarity, SimilarRows, TrialSteps, norm_of
+from hf_trak.evaluation.trial_steps import Similarity, SimilarRows, TrialSteps, learning_rate
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -192,18 +192,6 @@ CANDIDATES = 1024
 """Training rows, drawn at random, among which the most similar ones are looked for."""
 
 
-_FIRST_STEP = 1e-3
-
-"""Norm of the first step that is tried, relative to that of the weights."""
-
-_SMALLER, _TRIALS = 4, 6
-
-_BENT = 0.1
-
-"""Largest difference between a step and twice its half, relative to the step."""
-
-_ABOVE_ROUNDING = 100
-
 _LEAST_DRAWS = 4
 
 
@@ -227,7 +215,12 @@ def verify_rows(
     Raises:
         As there.
     """
-    n = _checked_inputs(model, target)
+    if (m := row_count(target, "target")) != 1:
+        raise ValueError(
+            f"`target` has {m} rows. Expected a dataset of one row, whose answer is verified. Take one, as in "
+            "`eval_dataset.select([0])`."
+        )
+    n = checked_inputs(model)
     found = checked_rows(rows, "rows", n)
     if 2 * len(found) > n:
         raise ValueError(
@@ -237,8 +230,8 @@ def verify_rows(
     draws = checked_int(draws, "draws", _LEAST_DRAWS, type_error=ValueError)
     rng = np.random.default_rng(seed)
     others = np.setdiff1d(np.arange(n), found)
-    sets = {f"random {number}": _drawn(rng, others, len(found)) for number in range(draws)}
-    candidates = _drawn(rng, others, min(CANDIDATES, len(others)))
+    sets = {f"random {number}": drawn(rng, others, len(found)) for number in range(draws)}
+    candidates = drawn(rng, others, min(CANDIDATES, len(others)))
     if similar is not None and not isinstance(similar, str):
         sets["similar"] = checked_rows(similar, "similar", n)
     elif similar not in (None, "embeddings", "bm25"):
@@ -249,7 +242,7 @@ def verify_rows(
     ids = chosen or known or [0]
     wanted = similar if isinstance(similar, str) else None
     looked_at = [*found, *(row for one in sets.values() for row in one), *(candidates if wanted else ())]
-    at_hand = _rows_at_hand(model, looked_at)
+    at_hand = rows_at_hand(model, looked_at)
 
     def measured() -> list[dict[str, Any]]:
         return [_measured(model, one, sources, at_hand, target, found, sets, wanted, candidates) for one in ids]
@@ -276,13 +269,16 @@ def checked_rows(rows: Any, name: str, n: int) -> list[int]:
     return numbers
 
 
-def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
-    """Check that the target is one row, and rows and losses are at hand; return the number of training rows."""
-    if (m := row_count(target, "target")) != 1:
-        raise ValueError(
-            f"`target` has {m} rows. Expected a dataset of one row, whose answer is verified. Take one, as in "
-            "`eval_dataset.select([0])`."
-        )
+def checked_inputs(model: FeaturizedModel) -> int:
+    """Check that rows and losses are at hand, and return the number of training rows.
+
+    Args:
+        model: the model and its training rows.
+
+    Raises:
+        IncompleteStoreError: the rows are not at hand.
+        TypeError: the output of the task depends on more than one row and the weights.
+    """
     if row_source(model) is None:
         raise IncompleteStoreError(
             "The training rows of the index are not at hand, and no dataset repo is recorded to fetch them from. "
@@ -299,13 +295,25 @@ def _checked_inputs(model: FeaturizedModel, target: Any) -> int:
     return n
 
 
-def _rows_at_hand(model: FeaturizedModel, numbers: Sequence[int]) -> Any:
-    """Return the training dataset; fetch the given rows first if it is remote."""
+def rows_at_hand(model: FeaturizedModel, numbers: Sequence[int]) -> Any:
+    """Return the training dataset; fetch the given rows first if it is remote.
+
+    Args:
+        model: the model and its training rows.
+        numbers: the rows that are read.
+    """
     source = row_source(model)
     return fetched_rows(model, source, numbers) if getattr(source, "remote", False) else source
 
 
-def _drawn(rng: np.random.Generator, rows: np.ndarray, count: int) -> list[int]:
+def drawn(rng: np.random.Generator, rows: np.ndarray, count: int) -> list[int]:
+    """Draw distinct rows, in ascending order.
+
+    Args:
+        rng: draws them.
+        rows: row numbers.
+        count: how many to draw.
+    """
     return sorted(int(row) for row in rng.choice(rows, count, replace=False))
 
 
@@ -321,28 +329,46 @@ def _measured(
     candidates: Sequence[int],
 ) -> dict[str, Any]:
     """Compute the changes of the target's output under one checkpoint, by set of rows, as plain JSON."""
-    size = model.args.batch_size
+    every = {"found": found, **sets}
+    with trial_steps(model, model_id, sources, rows, target) as steps:
+        size = model.args.batch_size
+        if similar is not None:
+            looked = SimilarRows(steps.featurizer, steps.prepared, rows, target, size)
+            every["similar"] = looked.most_similar(similar, candidates, len(found))
+        rate = learning_rate(steps, [steps.direction(one) for one in (found, every["random 0"])])
+        changes = {name: float(steps.change(steps.direction(one), rate)[0]) for name, one in every.items()}
+        return {
+            "output": float(steps.start_output[0]),
+            "changes": changes,
+            "half": float(steps.change(steps.direction(found), rate / 2)[0]),
+            "rate": rate,
+            "rounding": steps.rounding,
+            "similar_rows": list(every.get("similar", ())),
+        }
+
+
+@contextmanager
+def trial_steps(
+    model: FeaturizedModel, model_id: int, sources: Mapping[int, Checkpoint | None], rows: Any, targets: Any
+) -> Iterator[TrialSteps]:
+    """Load the weights of a checkpoint, and take small steps in this block.
+
+    Args:
+        model: the model and its training rows.
+        model_id: the checkpoint.
+        sources: weights that are given, by id.
+        rows: the training rows, by their numbers.
+        targets: a dataset.
+    """
     with _weights(model, model_id, sources):
         featurizer = model.featurizer()
-        featurizer.prepare_task(model_id, size)
+        featurizer.prepare_task(model_id, model.args.batch_size)
         train_task = ExactScores(model).train_task
         train_task.bind(model.model)
         assert isinstance(train_task, BatchedModelOutput)
-        every = {"found": found, **sets}
-        with TrialSteps(featurizer, train_task, rows, target, model.layout.names, size).opened() as steps:
-            if similar is not None:
-                looked = SimilarRows(featurizer, steps.prepared, rows, target, size)
-                every["similar"] = looked.most_similar(similar, candidates, len(found))
-            rate = _learning_rate(steps, [steps.direction(one) for one in (found, every["random 0"])])
-            changes = {name: steps.change(steps.direction(one), rate) for name, one in every.items()}
-            return {
-                "output": steps.start_output,
-                "changes": changes,
-                "half": steps.change(steps.direction(found), rate / 2),
-                "rate": rate,
-                "rounding": steps.rounding,
-                "similar_rows": list(every.get("similar", ())),
-            }
+        names, size = model.layout.names, model.args.batch_size
+        with TrialSteps(featurizer, train_task, rows, targets, names, size).opened() as steps:
+            yield steps
 
 
 def _weights(
@@ -353,26 +379,3 @@ def _weights(
         return model.weights(model_id, model.source_of(model_id, sources))
     dtype = None if model.args.model_dtype is None else getattr(torch, model.args.model_dtype)
     return loaded(model.model, sources.get(model_id), dtype)
-
-
-def _learning_rate(steps: TrialSteps, directions: Sequence[Direction]) -> float:
-    """Choose the learning rate of all sets, see the module.
-
-    Raises:
-        ValueError: no row has a gradient.
-    """
-    largest = max(norm_of(one) for one in directions)
-    if largest == 0 or steps.norm == 0:
-        raise ValueError(
-            "Neither the given rows nor random ones have a gradient in the parameters that training moves. Expected "
-            "rows with labels, and parameters that the loss depends on. Look at the labels, and at `grad_wrt`."
-        )
-    rate = _FIRST_STEP * steps.norm / largest
-    for _ in range(_TRIALS):
-        whole = np.array([steps.change(one, rate) for one in directions])
-        half = np.array([steps.change(one, rate / 2) for one in directions])
-        scale = float(np.abs(whole).max())
-        if np.abs(whole - 2 * half).max() <= _BENT * scale or scale <= _ABOVE_ROUNDING * steps.rounding:
-            break
-        rate /= _SMALLER
-    return rate

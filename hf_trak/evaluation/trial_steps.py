@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_trak.data.rows import RowBatches
-from hf_trak.data.shared_words import bm25_scores
+from hf_trak.data.shared_words import WordIndex
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.gradient_computers.base import gradients_of, one_per_sample, run_model
@@ -27,7 +27,7 @@ Direction = list[Tensor]
 
 
 class TrialSteps:
-    """Steps of a model as it is now, and what they change of the output of one target.
+    """Steps of a model as it is now, and what they change of the outputs of targets.
 
     The model is in eval mode, without dropout: what is measured is the step, not its noise. Memory is that of three
     copies of the parameters that move, besides the forward and backward passes of a batch.
@@ -38,7 +38,7 @@ class TrialSteps:
         featurizer: Featurizer,
         train_task: BatchedModelOutput,
         rows: Any,
-        target: Any,
+        targets: Any,
         names: Sequence[str],
         batch_size: int,
     ) -> None:
@@ -47,11 +47,11 @@ class TrialSteps:
             featurizer: the model with its weights loaded, and the task of targets.
             train_task: what training on a row raises: minus its loss.
             rows: the training rows, by their numbers.
-            target: a dataset of one row.
+            targets: a dataset of m rows.
             names: names of the parameters that move.
             batch_size: rows per pass.
         """
-        self._featurizer = featurizer
+        self.featurizer = featurizer
         self._model = featurizer.model
         self._tasks: Mapping[Side, Any] = {"train": train_task, "target": featurizer.task}
         parameters = dict(self._model.named_parameters())
@@ -59,10 +59,11 @@ class TrialSteps:
         self._rows: RowBatches = featurizer.batches(rows)
         self._batch_size = batch_size
         self._cast = False
-        self._target = featurizer.batches(target, "target").alone(0)
+        cuts = [range(low, min(low + batch_size, len(targets))) for low in range(0, len(targets), batch_size)]
+        self._targets = list(featurizer.batches(targets, "target").iterate(cuts))
         self._start: Direction = []
-        self.start_output = 0.0
-        """The target's output before any step."""
+        self.start_output = np.zeros(len(targets))
+        """The targets' outputs before any step, `(m,)`."""
 
     @contextmanager
     def opened(self) -> Iterator["TrialSteps"]:
@@ -109,19 +110,22 @@ class TrialSteps:
 
     @property
     def rounding(self) -> float:
-        """Bound the change of the target's output that may be rounding alone."""
+        """Bound the change of a target's output that may be rounding alone."""
         kinds = [one.dtype for one in self._model.parameters() if one.is_floating_point()]
-        return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, abs(self.start_output))
+        return 8 * max(torch.finfo(kind).eps for kind in kinds) * max(1.0, float(np.abs(self.start_output).max()))
 
     @property
     def norm(self) -> float:
         """Compute the norm of the parameters that move."""
         return norm_of(self._start)
 
-    def output(self) -> float:
-        """Compute the target's output with the weights as they are."""
+    def output(self) -> np.ndarray:
+        """Compute the targets' outputs with the weights as they are, `(m,)`."""
+        found = np.zeros_like(self.start_output)
         with torch.no_grad():
-            return float(self._values(self._target, 1, "target").double().sum())
+            for numbers, batch in self._targets:
+                found[numbers] = self._values(batch, len(numbers), "target").double().cpu().numpy()
+        return found
 
     def direction(self, rows: Sequence[int]) -> Direction:
         """Compute the direction in which a step of gradient descent on the mean loss of some rows goes.
@@ -148,8 +152,8 @@ class TrialSteps:
             )
         return found
 
-    def change(self, direction: Direction, rate: float) -> float:
-        """Take a step, compute the change of the target's output, and put the weights back.
+    def change(self, direction: Direction, rate: float) -> np.ndarray:
+        """Take a step, compute the change of the targets' outputs, `(m,)`, and put the weights back.
 
         Args:
             direction: see [`~TrialSteps.direction`].
@@ -170,7 +174,7 @@ class TrialSteps:
 
     def prepared(self, batch: Any) -> Any:
         """Cast the numbers of a batch to the dtype that the model has now."""
-        given = self._featurizer.in_dtype_of_model(batch)
+        given = self.featurizer.in_dtype_of_model(batch)
         return _in_float32(given) if self._cast else given
 
     def _values(self, batch: Any, size: int, side: Side) -> Tensor:
@@ -196,6 +200,46 @@ def _in_float32(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: cast(value) for name, value in batch.items()}
     return type(batch)(map(cast, batch)) if type(batch) in (list, tuple) else batch
+
+
+_FIRST_STEP = 1e-3
+
+"""Norm of the first step that is tried, relative to that of the weights."""
+
+_SMALLER, _TRIALS = 4, 6
+
+_BENT = 0.1
+
+"""Largest difference between a step and twice its half, relative to the step."""
+
+_ABOVE_ROUNDING = 100
+
+
+def learning_rate(steps: TrialSteps, directions: Sequence[Direction]) -> float:
+    """Choose the learning rate of all sets, see [`~hf_trak.evaluation.tail_patch`].
+
+    Args:
+        steps: the model and the targets.
+        directions: what some sets do.
+
+    Raises:
+        ValueError: no row has a gradient.
+    """
+    largest = max(norm_of(one) for one in directions)
+    if largest == 0 or steps.norm == 0:
+        raise ValueError(
+            "Neither the given rows nor random ones have a gradient in the parameters that training moves. Expected "
+            "rows with labels, and parameters that the loss depends on. Look at the labels, and at `grad_wrt`."
+        )
+    rate = _FIRST_STEP * steps.norm / largest
+    for _ in range(_TRIALS):
+        whole = np.array([steps.change(one, rate) for one in directions])
+        half = np.array([steps.change(one, rate / 2) for one in directions])
+        scale = float(np.abs(whole).max())
+        if np.abs(whole - 2 * half).max() <= _BENT * scale or scale <= _ABOVE_ROUNDING * steps.rounding:
+            break
+        rate /= _SMALLER
+    return rate
 
 
 Similarity = Literal["embeddings", "bm25"]
@@ -232,12 +276,12 @@ class SimilarRows:
             Row numbers, most similar first; of equals the lower number first.
 
         Raises:
-            ImportError: BM25 is asked for, and `bm25s` is not installed.
             ValueError: rows have no `input_ids` for BM25, or the model has no matrix for embeddings.
         """
         ordered = sorted(candidates)
         if how == "bm25":
-            similarity = bm25_scores([_tokens(self._train, row) for row in ordered], [_tokens(self._target, 0)])[0]
+            rows = WordIndex(" ".join(_tokens(self._train, row)) for row in ordered)
+            similarity = rows.bm25(_tokens(self._target, 0))
         else:
             wanted = self._embedded(self._target, [0])
             similarity = (self._embedded(self._train, ordered) @ wanted.T).squeeze(1).double().numpy()

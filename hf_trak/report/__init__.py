@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_trak.report.page import write_report as write_report
     from hf_trak.report.run import AttributionRun as AttributionRun
     from hf_trak.report.run_record import verify_run as verify_run
+    from hf_trak.report.words import with_words as with_words
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -28,5 +29,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.report.page": "ReportOptions write_report",
         "hf_trak.report.run": "AttributionRun",
         "hf_trak.report.run_record": "verify_run",
+        "hf_trak.report.words": "with_words",
     },
 )

@@ -162,11 +162,6 @@ character positions in the first text shown. Without it, the columns of `attribu
 the column `offset_mapping`; the scores of a token are then summed over the training rows in `trak_indices`."""
 
 
-WORDS_COLUMN = "trak_words"
-
-"""Optional column of targets of what words alone find, see `report.words`."""
-
-
 _OFFSETS = "offset_mapping"
 
 

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_trak.report.content import (
     LONGEST_TEXT,
-    WORDS_COLUMN,
     Columns,
     Content,
     Piece,
@@ -21,7 +20,7 @@ from hf_trak.report.content import (
 from hf_trak.report.distributions import Histogram
 from hf_trak.report.images import PictureBook, Thumbnail, UnreadableImageError
 from hf_trak.report.run import AttributionRun
-from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS
+from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS, WORDS_COLUMN
 
 _LONGEST_LABEL = 60
 _EXAMPLE_TEXT = 420
@@ -104,6 +103,8 @@ class ScoredView:
     """True if its label is another than the target's."""
     rank: str | None = None
     """In a reranked result, its rank by the index."""
+    verified: bool = False
+    """True if a training step on it raises the target by more than random rows do."""
 
     @classmethod
     def of(
@@ -116,12 +117,14 @@ class ScoredView:
 
 @dataclass(frozen=True)
 class WordsView:
-    """Training rows that words alone find for what a model says."""
+    """Training rows that words find for what a model says, and what steps say of all rows named."""
 
-    said: str
+    said: list[Piece]
+    """The part that is explained is marked, and the words around it are not."""
     same: list[ScoredView]
-    bm25: list[ScoredView] | None
-    """`None` if it was not computed."""
+    bm25: list[ScoredView]
+    verified: list[ScoredView] | None
+    """`None` if no step was taken."""
 
     @classmethod
     def of(cls, found: Any) -> "WordsView":
@@ -131,13 +134,20 @@ class WordsView:
             ValueError: it has another form.
         """
         try:
-            said, same, bm25 = str(found["said"]), found["same"], found["bm25"]
-            largest = max((float(one["score"]) for one in bm25 or ()), default=0.0)
-            return cls(
-                visible(said[:_EXAMPLE_TEXT]),
-                [_alike(one, f"{int(one['score'])} words", len(said.split())) for one in same],
-                None if bm25 is None else [_alike(one, signed(float(one["score"])), largest) for one in bm25],
-            )
+            start, stop, verified = int(found["start"]), int(found["stop"]), found["verified"]
+            said = pieces(str(found["said"]), [Span(start, stop, 1.0)], _EXAMPLE_TEXT)[0]
+            words = len(str(found["said"])[start:stop].split())
+            raised = {int(one["row"]) for one in verified or () if one["effect"] and float(one["score"]) > 0}
+
+            def views(entries: Any) -> list[ScoredView]:
+                largest = max((abs(float(one["score"])) for one in entries), default=0.0)
+                return [_alike(one, signed(float(one["score"])), largest, raised) for one in entries]
+
+            same = [
+                _alike(one, f"{int(one['score'])} word{'s' * (one['score'] != 1)}", max(words, one["score"]), raised)
+                for one in found["same"]
+            ]
+            return cls(said, same, views(found["bm25"]), None if verified is None else views(verified))
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"The column `{WORDS_COLUMN}` cannot be read: {error}. Expected what `attribute` and `report` write. "
@@ -145,12 +155,12 @@ class WordsView:
             ) from error
 
 
-def _alike(entry: Mapping[str, Any], score: str, largest: float) -> ScoredView:
+def _alike(entry: Mapping[str, Any], score: str, largest: float, raised: set[int]) -> ScoredView:
     """Make the view of a row that words found, with the words marked that it shares."""
-    text, row = str(entry["text"]), int(entry["row"])
+    text, row, value = str(entry["text"]), int(entry["row"]), float(entry["score"])
     cut, left_out = pieces(text, [Span(int(entry["start"]), int(entry["stop"]), 1.0)], _EXAMPLE_TEXT)
     view = RowView(row, f"Training row {row}: {plain(cut)}", (TextView("text", cut, left_out),))
-    return ScoredView(view, score, "positive", min(100.0, bar(float(entry["score"]), largest)))
+    return ScoredView(view, score, sign_of(value), min(100.0, bar(value, largest)), verified=row in raised)
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,8 @@ class TargetView:
         lines = [self.target.alt]
         sides = {"helped most": self.helped, "harmed most": self.harmed}
         if self.alike is not None:
-            sides |= {"same words": self.alike.same, "BM25": self.alike.bm25 or []}
+            sides |= {"same words": self.alike.same, "BM25": self.alike.bm25}
+            sides |= {} if self.alike.verified is None else {"verified": self.alike.verified}
         for name, side in sides.items():
             lines.append(
                 f"  {name}: " + (", ".join(f"row {one.example.row} ({one.score})" for one in side) or "no row")
@@ -235,6 +246,8 @@ class RunViews:
         if self.run.distributions is not None:
             histogram = Histogram.of(self.run.distributions, index, [score for end in ends for _, score in end])
         alike = None if row.get(WORDS_COLUMN) is None else WordsView.of(row[WORDS_COLUMN])
+        raised = {one.example.row for one in (alike and alike.verified) or () if one.verified}
+        helped = [replace(one, verified=one.example.row in raised) for one in helped]
         return TargetView(view, helped, harmed, histogram, alike)
 
     def outliers(self) -> list[ScoredView]:

@@ -1,26 +1,30 @@
-"""What words alone find: the training rows that share most words in a row with what a model says, and BM25.
+"""Words with their sources: the rows that made a model say something, those that read like it, and what is verified.
 
-Influence says which rows made a model say something, and these say which rows read like it. Where both name a row, it
-was probably copied; where influence alone does, no search would have found it.
+Influence says which rows made a model say something. Beside it are the rows with the longest sequence of the same
+words, and those with the highest BM25: where they name the row, too, it was probably copied, and where influence alone
+does, no search would have found it. A training step on each of all these rows tells which ones do raise what was said.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
 
-from hf_trak.data.said import PREDICTED, said_column, said_in
-from hf_trak.data.shared_words import BM25_MISSING, Run, SharedRuns, Words, bm25_scores
+from hf_trak.data.said import PREDICTED, decoded, said_column, said_in
+from hf_trak.data.shared_words import Run, WordIndex, Words
+from hf_trak.evaluation.single_steps import RowSteps, step_on_each
+from hf_trak.featurize.definition import Checkpoints
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
-from hf_trak.report.content import WORDS_COLUMN, Columns, content_of, stored
-from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-
-logger = logging.getLogger(__name__)
+from hf_trak.modelout_functions.tokens import IGNORED
+from hf_trak.report.content import Columns, content_of
+from hf_trak.runtime.progress import RowProgress
+from hf_trak.scores.said_parts import OF_TARGET
+from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, WORDS_COLUMN
 
 MOST_ROWS = 200_000
 """Training rows whose words are read. Of more rows, those that a score names are read, which are a shortlist then."""
@@ -28,9 +32,20 @@ MOST_ROWS = 200_000
 LONGEST = 2000
 """Characters of a training row that are kept beside a target, around the words that it shares."""
 
+_AT_ONCE = 1000  # rows that are read together
 
-def with_words(features: FeaturizedModel, scored: Dataset, count: int = 5) -> Dataset:
-    """Add what words alone find for targets of a language model.
+Found = list[tuple[int, float]]
+"""Numbers of training rows with a score, best first."""
+
+
+def with_words(
+    features: FeaturizedModel,
+    scored: Dataset,
+    count: int = 5,
+    verify: bool = False,
+    checkpoints: Checkpoints = None,
+) -> Dataset:
+    """Add what words alone find for targets of a language model, and what training steps say of all rows found.
 
     Args:
         features (`FeaturizedModel`):
@@ -40,57 +55,116 @@ def with_words(features: FeaturizedModel, scored: Dataset, count: int = 5) -> Da
             answer, the turns of an assistant, a completion, or its text.
         count (`int`, *optional*, defaults to 5):
             Training rows of each kind to name.
+        verify (`bool`, *optional*, defaults to `False`):
+            Take a training step on each row that influence or words name, see
+            [`~hf_trak.evaluation.single_steps.step_on_each`]. The targets that `trak_target` says are parts of one
+            share the steps.
+        checkpoints (*optional*):
+            Those of the steps, as in [`~hf_trak.TrakAttributor.attribute`].
 
     Returns:
-        `datasets.Dataset`: `scored` with the column `trak_words`. In each row, `said` is what the words are
-        compared with; `same` has the training rows with the longest sequences of the same words, two or more, exact:
-        `row`, `score` (the number of words), `text`, and `start` and `stop`, characters of the text; `bm25` has those
-        with the highest BM25, or is null if `bm25s` is not installed. `scored` as it is if nothing in it is text.
+        `datasets.Dataset`: `scored` with the column `trak_words`. In each row, `said` is a text, and `start` and
+        `stop` the characters of it that the target is about. `same` has the training rows with the longest sequences
+        of the same words through these, exact: `row`, `score` (the number of words), `text`, and `start` and `stop`,
+        characters of that text. `bm25` has those with the highest BM25. `verified` has all rows named, by the change
+        of the output by a step on the row, in `score`; `effect` tells whether it is more than random rows do. It is
+        null without `verify`. `scored` as it is if it has the column, or nothing in it is text.
     """
-    task = getattr(features.task, "of_task", None) or features.task
-    train = features.train_dataset
-    if not isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) or not isinstance(train, Dataset):
+    train, tokenizer, ids_column = features.train_dataset, features.processing_class, _ids_column(features)
+    if ids_column is None or not isinstance(train, Dataset) or WORDS_COLUMN in scored.column_names:
         return scored
-    said = list(_said(scored, features.processing_class, isinstance(task, CausalLMModelOutput)))
-    texts = _texts(train, features.processing_class, _rows_read(scored, len(train)))
-    if texts is None or not any(said):
+    said = list(_said(scored, tokenizer, ids_column))
+
+    def read(rows: Sequence[int]) -> dict[int, str]:
+        return row_texts(train, tokenizer, rows) or {}
+
+    if row_texts(train, tokenizer, []) is None or not any(stop > start for _, start, stop in said):
         return scored
-    targets, rows = [Words.of(text) for text in said], {row: Words.of(text) for row, text in texts.items()}
-    same, bm25 = _same(targets, rows, count), _bm25(targets, rows, count)
-    columns = [
-        {
-            "said": text,
-            "same": [_entry(row, run.count, texts[row], rows[row], run) for row, run in same[place]],
-            "bm25": None if bm25 is None else [_entry(row, score, texts[row]) for row, score in bm25[place]],
-        }
-        for place, text in enumerate(said)
+    numbers = range(len(train)) if len(train) <= MOST_ROWS else _named(scored)
+    index = _index_of(features, numbers, read)
+    passages = [_passage(*one) for one in said]
+    same = [_same(index, numbers, *passage, count) for passage in passages]
+    bm25 = [_bm25(index, numbers, words[first:last], count) for words, first, last in passages]
+    names: list[list[int]] = [
+        list(dict.fromkeys([*_helped(row, count), *(row for row, _ in shared), *(row for row, _ in ranked)]))
+        for row, shared, ranked in zip(scored.with_format(None), same, bm25, strict=True)
     ]
-    kept = scored.remove_columns([name for name in (WORDS_COLUMN,) if name in scored.column_names])
-    return kept.add_column(WORDS_COLUMN, columns)
+    steps = _verified(features, scored, names, checkpoints) if verify else [None] * len(said)
+    shown = read(sorted({row for rows in names for row in rows}))
+    columns = []
+    for place, (text, start, stop) in enumerate(said):
+        of_steps = steps[place]
+        columns.append(
+            {
+                "said": text,
+                "start": start,
+                "stop": stop,
+                "same": [_entry(row, run.count, shown[row], run) for row, run in same[place]],
+                "bm25": [_entry(row, score, shown[row]) for row, score in bm25[place]],
+                "verified": None
+                if of_steps is None
+                else [{**_entry(row, score, shown[row]), "effect": effect} for row, score, effect in of_steps],
+            }
+        )
+    return scored.add_column(WORDS_COLUMN, columns)
 
 
-def _rows_read(scored: Dataset, n: int) -> list[int]:
-    if n <= MOST_ROWS:
-        return list(range(n))
+def ids_column_of(features: FeaturizedModel) -> str:
+    """Name the column of the tokens that a language model says.
+
+    Args:
+        features: the model.
+
+    Raises:
+        TypeError: it is no language model that writes.
+    """
+    if (found := _ids_column(features)) is None:
+        raise TypeError(
+            f"The task is a {type(features.task).__name__}. Expected that of a language model that writes, whose "
+            "words have sources. Use `attribute`, or pass `task='causal_lm'`."
+        )
+    return found
+
+
+def _ids_column(features: FeaturizedModel) -> str | None:
+    task = getattr(features.task, "of_task", None) or features.task
+    if isinstance(task, CausalLMModelOutput):
+        return "input_ids"
+    return "labels" if isinstance(task, Seq2SeqLMModelOutput) else None
+
+
+def _helped(row: Mapping[str, Any], count: int) -> list[int]:
+    pairs = zip(row[TOP_K_COLUMNS[0]][:count], row[TOP_K_COLUMNS[1]][:count], strict=True)
+    return [number for number, score in pairs if score > 0]
+
+
+def _named(scored: Dataset) -> list[int]:
     named = scored.select_columns([TOP_K_COLUMNS[0], TOP_K_COLUMNS[2]]).with_format(None)
     return sorted({row for target in named for rows in target.values() for row in rows})
 
 
-def _said(scored: Dataset, tokenizer: Any, causal: bool) -> Iterator[str]:
-    """Yield what each target says; nothing where that is no text."""
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _said(scored: Dataset, tokenizer: Any, ids_column: str) -> Iterator[tuple[str, int, int]]:
+    """Yield a text for each target, and the characters of it that the target is about; nothing where it is no text."""
     plain, names = scored.with_format(None), scored.column_names
-    marked = causal and {TARGET_MASK, "input_ids"} <= set(names) and hasattr(tokenizer, "decode")
+    marked = {TARGET_MASK, ids_column} <= set(names) and hasattr(tokenizer, "decode")
     column = PREDICTED if PREDICTED in names else said_column(scored)
     for row in plain.select_columns([name for name in names if not name.startswith("trak_")]):
         if marked:
-            ids = [one for one, kept in zip(row["input_ids"], row[TARGET_MASK], strict=True) if kept]
-            yield tokenizer.decode(ids, skip_special_tokens=True)
-        elif column in ("messages", "completion"):
-            text = "\n".join(_turns(row, column))
-            yield "\n".join(text[start:stop] for start, stop in said_in(text, row))
+            ids = [token if token != IGNORED else tokenizer.pad_token_id or 0 for token in row[ids_column]]
+            text, ranges = decoded(ids, tokenizer, True)
+            own = [one for one, kept in zip(ranges, row[TARGET_MASK], strict=True) if kept and one[1] > one[0]]
+            start, stop = min((first for first, _ in own), default=0), max((last for _, last in own), default=0)
+            yield text, start + len(text[start:stop]) - len(text[start:stop].lstrip()), stop
+            continue
+        if column in ("messages", "completion"):
+            turns = "\n".join(_turns(row, column))
+            found = "\n".join(turns[start:stop] for start, stop in said_in(turns, row))
         else:
-            found = None if column is None else row[column]
-            yield found if isinstance(found, str) else ""
+            found = "" if column is None or not isinstance(row[column], str) else row[column]
+        yield found, 0, len(found)
 
 
 def _turns(row: Mapping[str, Any], column: str) -> Iterator[str]:
@@ -99,48 +173,104 @@ def _turns(row: Mapping[str, Any], column: str) -> Iterator[str]:
         yield from (value,) if isinstance(value, str) else (str(turn["content"]).strip() for turn in value)
 
 
-def _texts(train: Dataset, tokenizer: Any, rows: Sequence[int]) -> dict[int, str] | None:
-    """Read training rows as a report shows them, or else what their tokens say; `None` if neither is there."""
-    columns = Columns(texts=Columns.find(train).texts)
+def _passage(text: str, start: int, stop: int) -> tuple[tuple[str, ...], int, int]:
+    """Divide a text into words, and find those between two characters."""
+    words = Words.of(text)
+    inside = [place for place, (first, last) in enumerate(words.ranges) if first < stop and last > start]
+    return words.words, inside[0] if inside else 0, inside[-1] + 1 if inside else 0
+
+
+def row_texts(train: Any, tokenizer: Any, rows: Sequence[int]) -> dict[int, str] | None:
+    """Read training rows as a report shows them, or else what their tokens say; `None` if neither is there.
+
+    Args:
+        train: the training rows.
+        tokenizer: decodes tokens.
+        rows: numbers of rows.
+    """
+    columns, numbers = Columns(texts=Columns.find(train).texts), list(rows)
     if columns.texts:
-        shown = stored(train.select_columns(list(columns.texts)))
-        return {row: "\n".join(text for _, text in content_of(shown[row], columns).texts) for row in rows}
-    if "input_ids" not in train.column_names or not hasattr(tokenizer, "decode"):
+        shown = train.select_columns(list(columns.texts)).with_format("arrow")[numbers].to_pylist()
+        texts = ["\n".join(text for _, text in content_of(one, columns).texts) for one in shown]
+    elif "input_ids" in train.column_names and hasattr(tokenizer, "decode"):
+        ids = train.with_format(None).select_columns(["input_ids"])[numbers]["input_ids"]
+        texts = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+    else:
         return None
-    tokens = train.with_format(None).select_columns(["input_ids"])
-    return {row: tokenizer.decode(tokens[row]["input_ids"], skip_special_tokens=True) for row in rows}
+    return dict(zip(numbers, texts, strict=True))
 
 
-def _same(targets: Sequence[Words], rows: Mapping[int, Words], count: int) -> list[list[tuple[int, Run]]]:
-    """Find the rows with the longest sequences for each target; of equals the first ones."""
-    runs = SharedRuns([one.words for one in targets])
-    found: list[list[tuple[int, Run]]] = [[] for _ in targets]
-    for row, words in rows.items():
-        for target, run in runs.longest(words.words).items():
-            if run.count >= min(2, len(targets[target].words)):
-                found[target].append((row, run))
-    return [sorted(one, key=lambda pair: -pair[1].count)[:count] for one in found]
+# -- rows that words find --------------------------------------------------------------------------------------------
+
+_INDEXES: WeakKeyDictionary[FeaturizedModel, WordIndex] = WeakKeyDictionary()
+"""The words of all training rows of a model, which are read once."""
 
 
-def _bm25(targets: Sequence[Words], rows: Mapping[int, Words], count: int) -> list[list[tuple[int, float]]] | None:
-    """Find the rows with the highest BM25 above 0 for each target; `None` if `bm25s` is not installed."""
-    try:
-        scores = bm25_scores([one.words for one in rows.values()], [one.words for one in targets])
-    except ImportError:
-        logger.warning("%s The report goes without it.", BM25_MISSING)
-        return None
-    numbers = list(rows)
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    return [
-        [(numbers[i], float(one[i])) for i in order if one[i] > 0] for one, order in zip(scores, best, strict=True)
+def _index_of(
+    features: FeaturizedModel, numbers: Sequence[int], read: Callable[[Sequence[int]], dict[int, str]]
+) -> WordIndex:
+    parts = (numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE))
+    texts = (text for part in parts for text in read(part).values())
+    if len(numbers) < len(features.train_dataset):
+        return WordIndex(texts)
+    if features not in _INDEXES:
+        _INDEXES[features] = WordIndex(texts)
+    return _INDEXES[features]
+
+
+def _same(
+    index: WordIndex, numbers: Sequence[int], words: tuple[str, ...], first: int, last: int, count: int
+) -> list[tuple[int, Run]]:
+    """Find the rows with the longest sequences, of two words or more where as many are asked for."""
+    found = index.longest(words, first, last, count)
+    return [(numbers[number], run) for number, run in found if run.count >= min(2, last - first)]
+
+
+def _bm25(index: WordIndex, numbers: Sequence[int], words: tuple[str, ...], count: int) -> Found:
+    """Find the rows with the highest BM25 above 0."""
+    scores = index.bm25(words)
+    best = np.argsort(-scores, kind="stable")[:count]
+    return [(numbers[int(place)], float(scores[place])) for place in best if scores[place] > 0]
+
+
+# -- rows that steps verify ------------------------------------------------------------------------------------------
+
+
+def _verified(
+    features: FeaturizedModel, scored: Dataset, names: Sequence[Sequence[int]], checkpoints: Checkpoints
+) -> list[list[tuple[int, float, bool]]]:
+    """Take a step on each row named, and order them for each target by what it does."""
+    owners = scored[OF_TARGET][:] if OF_TARGET in scored.column_names else list(range(len(scored)))
+    targets = scored.remove_columns([name for name in scored.column_names if name.startswith("trak_")])
+    found: list[list[tuple[int, float, bool]]] = [[] for _ in owners]
+    with RowProgress(len(owners), "Verifying", show=features.processes.is_main_process) as bar:
+        for owner in dict.fromkeys(owners):
+            places = [place for place, one in enumerate(owners) if one == owner]
+            rows = list(dict.fromkeys(row for place in places for row in names[place]))
+            if rows:
+                steps = step_on_each(features, targets.select(places), rows, checkpoints)
+                for column, place in enumerate(places):
+                    found[place] = _ordered(steps, column, set(names[place]))
+            bar.update(len(places))
+    return found
+
+
+def _ordered(steps: RowSteps, column: int, named: set[int]) -> list[tuple[int, float, bool]]:
+    effects = steps.has_effect[:, column]
+    rows = [
+        (row, float(change), bool(effect))
+        for row, change, effect in zip(steps.rows, steps.changes[:, column], effects, strict=True)
+        if row in named
     ]
+    return sorted(rows, key=lambda one: -one[1])
 
 
-def _entry(row: int, score: float, text: str, words: Words | None = None, run: Run | None = None) -> dict[str, Any]:
+def _entry(row: int, score: float, text: str, run: Run | None = None) -> dict[str, Any]:
     """Describe a row, cut around the words that it shares."""
     start, stop = 0, 0
-    if words is not None and run is not None:
-        start, stop = words.ranges[run.start][0], words.ranges[run.start + run.count - 1][1]
+    if run is not None:
+        ranges = Words.of(text).ranges
+        start, stop = ranges[run.start][0], ranges[run.start + run.count - 1][1]
     first = max(0, min(start - LONGEST // 4, len(text) - LONGEST))
     cut = text[first : first + LONGEST]
     return {

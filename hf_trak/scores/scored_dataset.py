@@ -61,6 +61,11 @@ STAGE_COLUMN = "trak_stage"
 RERANK_COLUMNS = (*RANK_COLUMNS, STAGE_COLUMN)
 
 
+WORDS_COLUMN = "trak_words"
+
+"""For every target of a language model the rows that its words find, see `report.words`."""
+
+
 def fixed_size_list(values: np.ndarray) -> pa.FixedSizeListArray:
     """Convert an array `(rows, n)` to one Arrow fixed-size list per row, without a copy if it is contiguous."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
@@ -81,7 +86,7 @@ def attach_columns(rows: Any, columns: Dataset) -> Dataset:
     """
     if not isinstance(rows, Dataset):
         return columns
-    stale = [name for name in (*TOP_K_COLUMNS, *RERANK_COLUMNS) if name in rows.column_names]
+    stale = [name for name in (*TOP_K_COLUMNS, *RERANK_COLUMNS, WORDS_COLUMN) if name in rows.column_names]
     kept = rows.with_format(None).remove_columns(stale)
     return concatenate_datasets([kept, columns], axis=1)
 

@@ -22,7 +22,7 @@ from datasets import Dataset, List, Value, concatenate_datasets
 from torch import Tensor
 
 from hf_trak.data.rows import RowBatches
-from hf_trak.data.said import PREDICTED, Range, decoded, places, said_column, said_in
+from hf_trak.data.said import PREDICTED, Range, places, said_column, said_tokens
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput, labels_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.runtime.arguments import named_arguments
@@ -57,11 +57,22 @@ class Span:
             tokenizer: as there.
             ready: makes tokens of rows that are none yet, as the trainer does.
         """
-        if ready is not None and isinstance(dataset, Dataset) and self.ids_column not in dataset.column_names:
-            rows = ready(list(dataset.with_format(None)))
-            for name in [name for name in rows[0] if name not in dataset.column_names]:
-                dataset = dataset.add_column(name, [row[name] for row in rows])
-        return span_targets(dataset, tokenizer=tokenizer, **asdict(self))
+        return span_targets(with_tokens(dataset, ready, self.ids_column), tokenizer=tokenizer, **asdict(self))
+
+
+def with_tokens(dataset: Dataset, ready: Callable[[list[Any]], list[Any]] | None, ids_column: str) -> Dataset:
+    """Add tokens to rows that have none.
+
+    Args:
+        dataset: the rows.
+        ready: makes tokens of rows, as the trainer does; `None` leaves them as they are.
+        ids_column: the column of token ids.
+    """
+    if ready is not None and isinstance(dataset, Dataset) and ids_column not in dataset.column_names:
+        rows = ready(list(dataset.with_format(None)))
+        for name in [name for name in rows[0] if name not in dataset.column_names]:
+            dataset = dataset.add_column(name, [row[name] for row in rows])
+    return dataset
 
 
 def span_targets(
@@ -329,12 +340,11 @@ def _masks_of_said(
         )
     ranges, masks = _ranges(dataset, chars, "chars") if words is None else [], list[list[int]]()
     for index, (row, ids) in enumerate(zip(dataset, _column(dataset, ids_column), strict=True)):
-        own = [i for i in range(len(ids)) if said != PREDICTED or row[TARGET_MASK][i]]
-        text, offsets = decoded([ids[i] for i in own], tokenizer, said == PREDICTED)
+        text, own, offsets, within = said_tokens(row, ids, tokenizer, said)
         if words is None:
             first, last = _resolved(ranges[index], len(text))
         else:
-            found = places(text, words[index], [(0, len(text))] if said in (PREDICTED, None) else said_in(text, row))
+            found = places(text, words[index], within)
             _require_one(len(found), words[index], index, repr(said))
             first, last = found[0], found[0] + len(words[index])
         chosen = {i for i, (start, stop) in zip(own, offsets, strict=True) if start < last and stop > first}

@@ -1,38 +1,41 @@
-"""Words that texts share, against loops over all places, and BM25 against its formula."""
+"""Words that texts share, against loops over all places, and BM25 against its formula and `bm25s`."""
 
 import math
 import random
-import sys
 
 import numpy as np
 import pytest
 
-from hf_trak.data.shared_words import SharedRuns, Words, bm25_scores
+from hf_trak.data.shared_words import Run, WordIndex, Words
 
 
-def longest(one: list[str], other: list[str]) -> tuple[int, int]:
-    """Compare all pairs of places: the number of words, and the first place in `other` with so many."""
-    found = (0, 0)
-    for i in range(len(one)):
-        for j in range(len(other)):
-            count = 0
-            while i + count < len(one) and j + count < len(other) and one[i + count] == other[j + count]:
-                count += 1
-            found = max(found, (count, -j))
-    return found[0], -found[1]
+def longest(passage: list[str], first: int, last: int, text: list[str]) -> Run | None:
+    """Compare all pairs of places: the longest sequence through the part of the passage, and its first place."""
+    found = None
+    for i in range(len(passage)):
+        for j in range(len(text)):
+            for count in range(1, min(len(passage) - i, len(text) - j) + 1):
+                through = first < last and i < last and i + count > first
+                if through and passage[i : i + count] == text[j : j + count]:
+                    found = max(found or (0, 0), (count, -j))
+    return None if found is None else Run(-found[1], found[0])
 
 
-def test_longest_sequences_are_those_of_all_pairs_of_places() -> None:
+@pytest.mark.parametrize("words", ["ab", "abc", "abcdefgh"])
+def test_longest_sequences_are_those_of_all_pairs_of_places(words: str) -> None:
     drawn = random.Random(0)
-    for _ in range(60):
-        spans = [drawn.choices("abc", k=drawn.randint(0, 7)) for _ in range(3)]
-        text = drawn.choices("abcd", k=drawn.randint(0, 30))
-        found = SharedRuns(spans).longest(text)
-        for number, span in enumerate(spans):
-            count, place = longest(span, text)
-            run = found.get(number)
-            assert (0, 0) if run is None else (run.count, run.start) == (count, place)
-            assert (run is None) == (count == 0)
+    for _ in range(30):
+        texts = [drawn.choices(words, k=drawn.randint(0, 12)) for _ in range(5)]
+        index = WordIndex(" ".join(text) for text in texts)
+        passage = drawn.choices(words + "z", k=drawn.randint(0, 9))
+        first = drawn.randint(0, len(passage))
+        last = drawn.randint(first, len(passage))
+        found = index.longest(passage, first, last)
+        expected = {i: run for i, text in enumerate(texts) if (run := longest(passage, first, last, text))}
+        assert dict(found) == expected
+        assert [i for i, _ in found] == sorted(expected, key=lambda i: (-expected[i].count, i))
+        assert index.longest(passage, first, last, 2) == found[:2]
+        assert index.longest(passage) == index.longest(passage, 0, len(passage))
 
 
 def test_words_have_no_case_and_no_punctuation() -> None:
@@ -40,13 +43,25 @@ def test_words_have_no_case_and_no_punctuation() -> None:
     found = Words.of(text)
     assert found.words == ("the", "king", "s", "ship", "hms", "ärger", "首", "都", "moved")
     assert [text[a:b].casefold() for a, b in found.ranges] == list(found.words)
+    assert WordIndex(["nothing", text]).longest(["king", "s", "SHIP".casefold(), "sank"]) == [(1, Run(1, 3))]
+
+
+def test_no_texts_and_no_words() -> None:
+    assert WordIndex([]).longest(["a"]) == [] and WordIndex([]).bm25(["a"]).shape == (0,)
+    empty = WordIndex(["", "..."])
+    assert empty.longest(["a"]) == [] and empty.bm25(["a"]).tolist() == [0, 0]
+
+
+def drawn_texts() -> list[list[str]]:
+    drawn = random.Random(1)
+    return [drawn.choices("abcdefgh", k=drawn.randint(1, 12)) for _ in range(20)]
+
+
+QUERIES = [["a", "b"], ["a", "zebra"], ["zebra"], [], ["a", "a", "c"]]
 
 
 def test_bm25_is_its_formula() -> None:
-    pytest.importorskip("bm25s")
-    drawn = random.Random(1)
-    documents = [drawn.choices("abcdefgh", k=drawn.randint(1, 12)) for _ in range(20)]
-    queries = [["a", "b"], ["a", "zebra"], ["zebra"], []]
+    documents = drawn_texts()
     mean, k1, b = np.mean([len(one) for one in documents]), 1.5, 0.75
 
     def score(document: list[str], word: str) -> float:
@@ -54,12 +69,15 @@ def test_bm25_is_its_formula() -> None:
         rarity = math.log(1 + (len(documents) - holders + 0.5) / (holders + 0.5))
         return rarity * count / (count + k1 * (1 - b + b * len(document) / mean)) if count else 0.0
 
-    truth = [[sum(score(one, word) for word in query) for one in documents] for query in queries]
-    np.testing.assert_allclose(bm25_scores(documents, queries), truth, rtol=1e-5, atol=1e-6)
-    assert bm25_scores([[], []], queries).tolist() == [[0, 0]] * 4
+    truth = [[sum(score(one, word) for word in query) for one in documents] for query in QUERIES]
+    index = WordIndex(" ".join(one) for one in documents)
+    np.testing.assert_allclose([index.bm25(query) for query in QUERIES], truth, rtol=1e-12)
 
 
-def test_without_bm25s_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ImportError, match="pip install bm25s"):
-        bm25_scores([["a"]], [["a"]])
+def test_bm25_is_that_of_bm25s() -> None:
+    bm25s = pytest.importorskip("bm25s")
+    documents = drawn_texts()
+    peer, index = bm25s.BM25(), WordIndex(" ".join(one) for one in documents)
+    peer.index(documents, show_progress=False)
+    for query in filter(None, QUERIES):
+        np.testing.assert_allclose(index.bm25(query), peer.get_scores(query), rtol=1e-5, atol=1e-6)

@@ -74,7 +74,7 @@ def test_importing_the_library_loads_nothing_heavy() -> None:
 
 
 OPTIONAL = {
-    "PIL", "bitsandbytes", "bm25s", "deepspeed", "diffusers", "faiss", "gradio", "kernels", "matplotlib", "open_clip",
+    "PIL", "bitsandbytes", "deepspeed", "diffusers", "faiss", "gradio", "kernels", "matplotlib", "open_clip",
     "peft", "scipy", "sentence_transformers", "sklearn", "timm", "torchvision", "trl",
 }  # fmt: skip
 """Packages that an installation without extras need not have."""

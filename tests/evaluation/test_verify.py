@@ -267,7 +267,6 @@ def test_a_phrase_of_three_documents(language: Any, tmp_path: Path) -> None:
 
 
 def test_bm25_finds_rows_by_their_tokens(language: Any, tmp_path: Path) -> None:
-    pytest.importorskip("bm25s")
     model, train, target = language
     own = attributor(model, train, tmp_path / "trak", task="causal_lm")
     found = own.verify(target, HOLDERS[:1], similar="bm25", draws=4)
