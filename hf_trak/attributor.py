@@ -709,14 +709,12 @@ class TrakAttributor:
         top_k: int = 5,
         *,
         verify: bool = True,
-        method: Method = "auto",
-        checkpoints: Checkpoints = None,
     ) -> HFDataset:
         """Find the training rows behind each word that a language model says, beside those that words alone find.
 
         `show` and `report` then display the words in three columns: the rows that made the model say a word, those
         that share the longest sequence of words with it, and what a training step on each of them does to it. BM25 is
-        beside them.
+        beside them. The method is the one that `attribute` chooses.
 
         Args:
             eval_dataset (`datasets.Dataset`):
@@ -729,8 +727,6 @@ class TrakAttributor:
             verify (`bool`, *optional*, defaults to `True`):
                 Take the training steps. That costs 16 of them for each target, and one for each row that is found; the
                 time is logged.
-            method, checkpoints (*optional*):
-                As in [`~TrakAttributor.attribute`].
 
         Returns:
             One row for each part, with the columns of [`~TrakAttributor.attribute`] and `part`, its words;
@@ -744,17 +740,17 @@ class TrakAttributor:
 
         ids_column = ids_column_of(self.features)
         if isinstance(part, Span):
-            scored = self.attribute(eval_dataset, top_k, method=method, checkpoints=checkpoints, part=part)
+            scored = self.attribute(eval_dataset, top_k, part=part)
         else:
             ready = attribute_of(self.features.data_collator, "ready")
             rows = with_tokens(eval_dataset, ready, ids_column)
             parts = said_parts(rows, part, self.features.processing_class, ids_column)
-            scored = self.attribute(parts, top_k, method=method, checkpoints=checkpoints)
+            scored = self.attribute(parts, top_k)
         last = last_result(self)
-        last.scored = with_words(self.features, scored, top_k, verify, checkpoints)
+        last.scored = with_words(self.features, scored, top_k, verify)
         return last.scored
 
-    def review(self, eval_dataset: Any, method: Method = "exact") -> HFDataset:
+    def review(self, eval_dataset: Any) -> HFDataset:
         """Tell what each training row did to validation rows, what may be wrong with it and what to do.
 
         The table can be edited and given to [`~hf_trak.evaluation.fixed_dataset`], which makes a dataset to train on.
@@ -764,9 +760,6 @@ class TrakAttributor:
         Args:
             eval_dataset (`Dataset`):
                 The validation rows, whose mean output is the target.
-            method (`str` or a dataclass of `hf_trak.methods`, *optional*, defaults to `"exact"`):
-                As in [`~TrakAttributor.group_scores`]. The scores of `"index"` compare rows for one target alone, and
-                find few wrong labels.
 
         Returns:
             `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
@@ -783,7 +776,7 @@ class TrakAttributor:
                 f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
                 "its rows. Convert them, such as with `Dataset.from_list`."
             )
-        chosen = method_of_all_rows(method)
+        chosen = Exact()  # the index finds few wrong labels: it compares rows for one target alone
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
         column = class_column(rows)
         doubtful, others = np.flatnonzero(effects < 0), {}
@@ -894,7 +887,6 @@ class TrakAttributor:
         *,
         method: Method = "auto",
         group_by: GroupBy | None = None,
-        checkpoints: Checkpoints = None,
     ) -> HFDataset:
         """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
 
@@ -903,7 +895,7 @@ class TrakAttributor:
                 The targets.
             train_group_by (`str` or a sequence):
                 A column of the training dataset, or one value per training row.
-            method, group_by, checkpoints:
+            method, group_by:
                 As in [`~TrakAttributor.attribute`]. The method scores all rows: `"index"`, `"exact"` or `"replay"`.
 
         Returns:
@@ -916,7 +908,7 @@ class TrakAttributor:
         """
         method_of_all_rows(method)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        chosen, question = self._asked(eval_dataset, method, None, checkpoints, group_by)
+        chosen, question = self._asked(eval_dataset, method, None, None, group_by)
         sums = train_groups.sums(planned(self.features, question, chosen).blocks)
         return attach_columns(question.rows, group_score_columns(sums, train_groups))
 
@@ -929,7 +921,6 @@ class TrakAttributor:
         method: Method = "auto",
         group_by: GroupBy | None = None,
         stratify_by: GroupBy | None = None,
-        checkpoints: Checkpoints = None,
     ) -> Any:
         """Choose the training rows that serve the targets best, ready to train on.
 
@@ -941,7 +932,7 @@ class TrakAttributor:
             criterion (`str`, *optional*, defaults to `"most_helpful"`):
                 `"most_helpful"` ranks rows by the mean of their scores over the targets, `"least_harmful"` by the
                 minimum, so that a row is left out if it harms any target much.
-            method, checkpoints:
+            method (*optional*):
                 As in [`~TrakAttributor.group_scores`].
             group_by (`str` or a sequence, *optional*):
                 First average the scores over groups of targets, so that each group counts the same: the name of a
@@ -963,11 +954,11 @@ class TrakAttributor:
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        chosen, question = self._asked(eval_dataset, method, None, checkpoints, group_by)
+        chosen, question = self._asked(eval_dataset, method, None, None, group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
-    def self_influence(self, method: Method = "auto", checkpoints: Checkpoints = None) -> Tensor:
+    def self_influence(self, method: Method = "auto") -> Tensor:
         """Score every training row against itself: τ(z_i, z_i), shape `(n_train,)`.
 
         The score is high for rows that only they themselves explain, such as mislabelled ones and outliers (TRAK
@@ -978,8 +969,6 @@ class TrakAttributor:
                 `"index"`, or `"exact"` for whole gradients under the fitted curvature P: q · ∇fᵀ P⁻¹ ∇f. The Gram
                 matrix of the hybrid takes no part. `"replay"` takes all training rows as targets, in groups that fit
                 into memory: it costs a replay of n targets.
-            checkpoints (*optional*):
-                As in [`~TrakAttributor.attribute`].
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -988,10 +977,10 @@ class TrakAttributor:
         """
         chosen = method_of_all_rows(method)
         if isinstance(chosen, Index):
-            return self.features.scorer.self_influence(self.features.chosen(checkpoints)[0])
+            return self.features.scorer.self_influence(self.features.chosen(None)[0])
         if isinstance(chosen, Exact):
-            return ExactScores(self.features, chosen).self_influence(checkpoints)
-        question = self._question(self.train_dataset, chosen, None, checkpoints, None)
+            return ExactScores(self.features, chosen).self_influence()
+        question = self._question(self.train_dataset, chosen, None, None, None)
         blocks = planned(self.features, question, chosen).blocks
         return torch.cat([scores[:, first:last].diagonal() for first, last, scores in blocks])
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_trak.evaluation.tail_patch import SPREADS, checked_inputs, drawn, rows_at_hand, trial_steps
 from hf_trak.evaluation.trial_steps import learning_rate
-from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.featurized import FeaturizedModel
 
 DRAWS, _LEAST_DRAWS = 16, 4
@@ -45,16 +44,13 @@ class RowSteps:
         return far & ((self.changes > self.random.max(axis=0)) | (self.changes < self.random.min(axis=0)))
 
 
-def step_on_each(
-    model: FeaturizedModel, targets: Any, rows: Sequence[int], checkpoints: Checkpoints = None
-) -> RowSteps:
+def step_on_each(model: FeaturizedModel, targets: Any, rows: Sequence[int]) -> RowSteps:
     """Take a step on each row alone, and measure what it does to every target.
 
     Args:
         model: the model and its training rows. All processes call this together, and the main process computes.
         targets: a dataset of m rows.
         rows: distinct numbers of training rows.
-        checkpoints: as in [`~hf_trak.TrakAttributor.attribute`].
 
     Returns:
         [`RowSteps`].
@@ -65,15 +61,14 @@ def step_on_each(
     n = checked_inputs(model)
     others = np.setdiff1d(np.arange(n), rows)
     model.processes.broadcast_from_main(model.prepare_store)
-    chosen, sources = sources_of(checkpoints, model.store.model_ids)
     draws = min(DRAWS, len(others)) if len(others) >= _LEAST_DRAWS else 0
     compared = drawn(np.random.default_rng(model.args.seed), others, draws)
     at_hand = rows_at_hand(model, [*rows, *compared])
 
     def measured() -> list[tuple[np.ndarray, float]]:
         found = []
-        for model_id in chosen or model.store.model_ids or [0]:
-            with trial_steps(model, model_id, sources, at_hand, targets) as steps:
+        for model_id in model.store.model_ids or [0]:
+            with trial_steps(model, model_id, {}, at_hand, targets) as steps:
                 rate = learning_rate(steps, [steps.direction([row]) for row in (rows[0], *compared[:1])])
                 changes = [steps.change(steps.direction([row]), rate) for row in (*rows, *compared)]
                 found.append((np.stack(changes), steps.rounding))

@@ -272,12 +272,12 @@ class ExactScores:
         mine = range(count) if everywhere else model.processes.share(count)
         return PlannedScores(identity, mean_blocks(parts, mine))
 
-    def self_influence(self, checkpoints: Checkpoints = None) -> Tensor:
+    def self_influence(self) -> Tensor:
         """Compute q · ∇fᵀ P⁻¹ ∇f of every training row, averaged over checkpoints: `(n,)`, float32."""
         model = self.model
         model.require_one_draw(model.train_dataset, "Self-influence is no mean over draws, since it has squares.")
         model.processes.broadcast_from_main(model.prepare_store)
-        ids, sources = model.chosen(checkpoints, featurized=False)
+        ids, sources = model.chosen(None, featurized=False)
         total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
         for model_id in ids:
             with self._weights(model_id, sources):

@@ -15,7 +15,6 @@ from datasets import Dataset
 from hf_trak.data.said import PREDICTED, decoded, said_column, said_in
 from hf_trak.data.shared_words import Run, WordIndex, Words
 from hf_trak.evaluation.single_steps import RowSteps, step_on_each
-from hf_trak.featurize.definition import Checkpoints
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
@@ -43,7 +42,6 @@ def with_words(
     scored: Dataset,
     count: int = 5,
     verify: bool = False,
-    checkpoints: Checkpoints = None,
 ) -> Dataset:
     """Add what words alone find for targets of a language model, and what training steps say of all rows found.
 
@@ -59,8 +57,6 @@ def with_words(
             Take a training step on each row that influence or words name, see
             [`~hf_trak.evaluation.single_steps.step_on_each`]. The targets that `trak_target` says are parts of one
             share the steps.
-        checkpoints (*optional*):
-            Those of the steps, as in [`~hf_trak.TrakAttributor.attribute`].
 
     Returns:
         `datasets.Dataset`: `scored` with the column `trak_words`. In each row, `said` is a text, and `start` and
@@ -89,7 +85,7 @@ def with_words(
         list(dict.fromkeys([*_helped(row, count), *(row for row, _ in shared), *(row for row, _ in ranked)]))
         for row, shared, ranked in zip(scored.with_format(None), same, bm25, strict=True)
     ]
-    steps = _verified(features, scored, names, checkpoints) if verify else [None] * len(said)
+    steps = _verified(features, scored, names) if verify else [None] * len(said)
     shown = read(sorted({row for rows in names for row in rows}))
     columns = []
     for place, (text, start, stop) in enumerate(said):
@@ -237,7 +233,7 @@ def _bm25(index: WordIndex, numbers: Sequence[int], words: tuple[str, ...], coun
 
 
 def _verified(
-    features: FeaturizedModel, scored: Dataset, names: Sequence[Sequence[int]], checkpoints: Checkpoints
+    features: FeaturizedModel, scored: Dataset, names: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, float, bool]]]:
     """Take a step on each row named, and order them for each target by what it does."""
     owners = scored[OF_TARGET][:] if OF_TARGET in scored.column_names else list(range(len(scored)))
@@ -248,7 +244,7 @@ def _verified(
             places = [place for place, one in enumerate(owners) if one == owner]
             rows = list(dict.fromkeys(row for place in places for row in names[place]))
             if rows:
-                steps = step_on_each(features, targets.select(places), rows, checkpoints)
+                steps = step_on_each(features, targets.select(places), rows)
                 for column, place in enumerate(places):
                     found[place] = _ordered(steps, column, set(names[place]))
             bar.update(len(places))

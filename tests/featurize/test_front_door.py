@@ -8,8 +8,8 @@ from hf_trak import TrakAttributor
 NAMES = {
     "args", "attribute", "build_search", "calibrate", "convert", "curvature_report", "estimate", "exclude", "extend",
     "featurize", "fidelity", "fit_curvature", "from_pretrained", "from_trainer", "group_scores", "model", "predict",
-    "push_to_hub", "recommend", "report", "review", "save_pretrained", "select", "self_influence", "show", "sources", "task",
-    "train_dataset", "trajectory", "verify", "verify_replay",
+    "push_to_hub", "recommend", "report", "review", "save_pretrained", "select", "self_influence", "show", "sources",
+    "task", "train_dataset", "trajectory", "verify", "verify_replay",
 }  # fmt: skip
 
 
