@@ -1,8 +1,8 @@
 """Files that are either absent or complete, and names that stay inside their directory.
 
-Everything the store writes goes to a temporary file in the target directory first, is flushed to disk, and is then
-renamed (or, where the first writer must win, hard-linked) into place. A killed process leaves at most a temporary
-file behind, which no reader looks at.
+Everything the store writes goes to a temporary file in the target directory, or to one in a temporary directory there,
+is flushed to disk, and is then renamed (or, where the first writer must win, hard-linked) into place. A killed process
+leaves at most something temporary behind, which no reader looks at.
 """
 
 import contextlib
@@ -75,15 +75,18 @@ def safe_name(name: str, what: str = "name") -> str:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and rename it onto `path` when the block ends without an exception.
+    """Yield a temporary path, and rename it onto `path` when the block ends without an exception.
 
-    The file gets the permissions that the process's umask asks for, even when the code in the block rewrites it with
-    tighter ones (safetensors writes mode 0600). Parent directories are created.
+    The path lies in a temporary directory beside `path`, because the code in the block may write through temporary
+    files of its own, as safetensors does: a process that is killed leaves them where they are found. The file gets the
+    permissions that the process's umask asks for, even when the code in the block rewrites it with tighter ones
+    (safetensors writes mode 0600). Parent directories are created.
 
     Raises:
         StoreError: the file cannot be written.
     """
-    with explained(path), temporary_file(path.parent) as temporary:
+    with explained(path), _temporary_directory(path.parent) as directory:
+        temporary = _create_temporary(directory)
         mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         os.chmod(temporary, mode)
@@ -269,18 +272,13 @@ def differing(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove temporary files over an hour old that processes of this host left in a directory when they died.
+    """Remove what processes of this host left in a directory, and not below, when they died over an hour ago.
 
     This is the part of the policy in `hf_trak.store.atomic` that costs no more than listing one directory.
     """
-    for entry in directory.glob(".hf_trak-tmp-*"):
-        match = TEMPORARY.fullmatch(entry.name)
-        if match is None or match["host"] != host_name() or is_alive(int(match["pid"])):
-            continue
-        with contextlib.suppress(OSError):  # gone by now, or not ours to remove
-            if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                entry.unlink()
-                logger.info("Removed %s, left behind by a process that died.", entry)
+    for one in _found(directory, deep=False):
+        if one.alive is False and one.age > _STALE_SECONDS and one.remove():
+            logger.info("Removed %s, left behind by a process that died.", one.path)
 
 
 @contextlib.contextmanager
@@ -394,7 +392,7 @@ class Leftover:
     @property
     def stale(self) -> bool:
         """Tell whether any run may remove it unasked."""
-        return (self.alive is False and self.age > DAY / 24) or self.age > 7 * DAY
+        return (self.alive is False and self.age > _STALE_SECONDS) or self.age > 7 * DAY
 
     def remove(self) -> bool:
         """Remove it, and return whether it is gone: removed by another process, say. It may not be ours to remove."""
@@ -416,7 +414,7 @@ def remove_stale(directory: Path) -> list[Leftover]:
     return [one for one in leftovers(directory) if one.stale and one.remove()]
 
 
-def _found(directory: Path) -> Iterator[Leftover]:
+def _found(directory: Path, deep: bool = True) -> Iterator[Leftover]:
     try:
         entries = list(os.scandir(directory))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -424,7 +422,7 @@ def _found(directory: Path) -> Iterator[Leftover]:
     for entry in entries:
         match = TEMPORARY.fullmatch(entry.name)
         if match is None:
-            if entry.is_dir(follow_symlinks=False):
+            if deep and entry.is_dir(follow_symlinks=False):
                 yield from _found(Path(entry.path))
             continue
         with contextlib.suppress(FileNotFoundError):  # finished in the meantime

@@ -90,7 +90,7 @@ class Trial:
 
     def damage_something(self) -> None:
         """Truncate, empty, lengthen, delete a file of the store, or flip a bit of it."""
-        files = [p for p in sorted(self.store.rglob("*")) if p.is_file() and ".hf_trak-tmp" not in p.name]
+        files = [p for p in sorted(self.store.rglob("*")) if p.is_file() and ".hf_trak-tmp" not in str(p)]
         if not files:
             return
         path = files[int(self.rng.integers(len(files)))]

@@ -20,7 +20,15 @@ from hf_trak.errors import (
     NonFiniteError,
     StoreError,
 )
-from hf_trak.store.atomic import _create_temporary, atomic_directory, create_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import (
+    _create_temporary,
+    atomic_directory,
+    atomic_path,
+    create_bytes,
+    leftovers,
+    remove_stale_temporaries,
+    safe_name,
+)
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
@@ -429,6 +437,25 @@ def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
     fill(whole.train(0))
     finished = {name: digest for name, digest in digests(killed).items() if "hf_trak-tmp" not in name}
     assert finished == digests(tmp_path / "whole")
+
+
+def killed_by_its_library(directory: Path) -> None:
+    """End as a process that is killed while another library writes a temporary file of its own beside the path."""
+    with atomic_path(directory / "shard") as temporary:
+        (temporary.parent / ".tmpAb3xYz").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_temporary_files_of_the_writing_library_are_found_and_cleaned(tmp_path: Path) -> None:
+    job = Job(tmp_path / "report.json", killed_by_its_library, tmp_path / "store")
+    assert job.wait() is None
+    (left,) = leftovers(tmp_path / "store")
+    assert (left.alive, left.removable, left.stale) == (False, True, False)
+    assert [path.parent for path in (tmp_path / "store").rglob(".tmp*")] == [left.path]
+    for path in [*left.path.iterdir(), left.path]:
+        os.utime(path, (0, 0))
+    remove_stale_temporaries(tmp_path / "store")
+    assert not list((tmp_path / "store").iterdir())
 
 
 def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.store.atomic import leftovers
 from hf_trak.trajectory.record import RunRecord, trained_weights, verify_record
 
 
@@ -106,8 +107,8 @@ def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path
     assert all(one.state in ("intact", "leftover") for one in verify_record(place))
     if not (killed / "out").is_dir() or not any((killed / "out").glob("checkpoint-*")):
         shutil.rmtree(place)  # nothing to resume from
-    for left in place.glob(".hf_trak-tmp-*") if place.is_dir() else ():
-        left.unlink()
+    for left in leftovers(place):
+        assert left.remove()
     recorded(killed, tiny(dropout=0.1), save_strategy="steps", save_steps=2)
     assert record_files(killed) == record_files(whole)
 
