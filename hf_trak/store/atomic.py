@@ -284,7 +284,8 @@ def remove_stale_temporaries(directory: Path) -> None:
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
     path = directory / temporary_name()
-    path.mkdir(parents=True)
+    with explained(directory):
+        path.mkdir(parents=True)
     try:
         yield path
     finally:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,13 +123,13 @@ def test_what_an_interrupted_measurement_left_is_used(tmp_path: Path, monkeypatc
     expected = one.fidelity(rows=20, targets=5)
     with monkeypatch.context() as patch:
         patch.setattr(fidelity, "score_blocks", None)
-        patch.setattr(fidelity.shutil, "rmtree", _interrupt)
+        patch.setattr(fidelity, "shutil", SimpleNamespace(rmtree=_interrupt))
         with pytest.raises(KeyboardInterrupt):
             one.fidelity(rows=20, targets=5)
     (left,) = tmp_path.glob("fidelity-*")
     times = {path: path.stat().st_mtime_ns for path in left.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(fidelity.shutil, "rmtree", lambda _: None)
+        patch.setattr(fidelity, "shutil", SimpleNamespace(rmtree=lambda _: None))
         assert one.fidelity(rows=20, targets=5) == expected
     assert {path: path.stat().st_mtime_ns for path in left.iterdir()} == times and len(times) > 2
     one.args.curvature.damping = 7.0  # other scores: what lies there is not taken for them

@@ -73,7 +73,7 @@ def test_a_killed_save_leaves_a_whole_run_or_none(tmp_path: Path, before: str):
 @pytest.mark.exhaustive
 @BEFORE
 def test_a_save_killed_at_any_step_leaves_a_whole_run_or_none(tmp_path: Path, before: str):
-    assert check_killed_saves(tmp_path, before, 1) > 40
+    assert check_killed_saves(tmp_path, before, 1) >= 40
 
 
 def check_killed_saves(tmp_path: Path, before: str, stride: int) -> int:
