@@ -24,7 +24,7 @@ from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
     Result,
-    check_interval,
+    check_resamples,
     checked_numbers,
     quantile_interval,
     spearman,
@@ -446,14 +446,12 @@ class Bank:
         outputs, seeds = files.read_outputs(shape, part["masks"])
         return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])
 
-    def reliability(self, name: str, confidence: float = 0.95, resamples: int = 1000) -> dict[str, Reliability]:
+    def reliability(self, name: str, resamples: int = 1000) -> dict[str, Reliability]:
         """Measure how well repeats of a part agree, and with it the highest score that any method could reach.
 
         Args:
             name (`str`):
                 Name of the part.
-            confidence (`float`, *optional*, defaults to 0.95):
-                Confidence level of the intervals.
             resamples (`int`, *optional*, defaults to 1000):
                 Bootstrap samples.
 
@@ -470,12 +468,12 @@ class Bank:
         part = self.part(name)
         found = {}
         if len(part.outputs) > 1:
-            found[name] = measure_reliability(part.outputs, confidence, resamples)
+            found[name] = measure_reliability(part.outputs, resamples)
         for other in self.parts:
             if self.description(other)["repeat_of"] == name and self.is_complete(other):
                 repeat = self.part(other)
                 both = np.concatenate([part.outputs[:, : len(repeat.masks)], repeat.outputs])
-                found[other] = measure_reliability(both, confidence, resamples)
+                found[other] = measure_reliability(both, resamples)
         return found
 
 
@@ -552,7 +550,6 @@ def evaluate_bank(
     *,
     parts: Sequence[str] | None = None,
     targets: Sequence[int] | None = None,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> list[BankScore]:
@@ -569,8 +566,6 @@ def evaluate_bank(
             Names of the parts. By default all that are complete and neither repeats nor removals.
         targets (`Sequence[int]`, *optional*):
             Numbers of the targets that are judged. By default all.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the intervals.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
         seed (`int`, *optional*, defaults to 0):
@@ -587,7 +582,7 @@ def evaluate_bank(
         IncompleteStoreError: a part does not exist, trainings of it are missing, or no part is complete.
         StoreError: a file of the bank is damaged.
     """
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     if not scores:
         raise ValueError("`scores` is empty. Expected at least one method. Pass scores by the name of the method.")
     checked = {name: check_scores(bank, name, values) for name, values in scores.items()}
@@ -596,7 +591,7 @@ def evaluate_bank(
     found: list[BankScore] = []
     for name in judged_parts(bank) if parts is None else parts:
         part = bank.part(name)
-        kinds = bank.reliability(name, confidence, resamples)
+        kinds = bank.reliability(name, resamples)
         ceilings = {other: kind.ceiling if other == name else kind.ceiling_of_one for other, kind in kinds.items()}
         first: tuple[float, np.ndarray] | None = None
         for method, values in checked.items():
@@ -607,8 +602,8 @@ def evaluate_bank(
             if first is None:
                 first = value, means
             else:
-                difference = quantile_interval(value - first[0], means - first[1], confidence)
-            lds = quantile_interval(value, means, confidence)
+                difference = quantile_interval(value - first[0], means - first[1])
+            lds = quantile_interval(value, means)
             found.append(BankScore(name, method, lds, difference, per_target, ceilings))
     return found
 

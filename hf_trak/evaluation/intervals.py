@@ -12,8 +12,13 @@ from hf_trak.runtime.checks import checked_int, is_int, required
 from hf_trak.scores.groups import RowGroups
 
 RESAMPLES = 1000
-
 """Default number of bootstrap samples."""
+
+CONFIDENCE = 0.95
+"""The share of intervals that contain the true value."""
+
+ENDS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+"""The quantiles of bootstrap samples between which an interval lies."""
 
 
 class Result:
@@ -35,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Interval(Result):
-    """An estimate with its confidence interval.
+    """An estimate with its interval, which contains the truth in 95 % of cases.
 
     Attributes:
         value (`float`):
@@ -44,14 +49,11 @@ class Interval(Result):
             Lower end of the interval.
         high (`float`):
             Upper end of the interval.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level.
     """
 
     value: float
     low: float
     high: float
-    confidence: float = 0.95
 
     def __contains__(self, number: float) -> bool:
         return self.low <= number <= self.high
@@ -65,14 +67,12 @@ def scipy_stats() -> Any:
     return required("scipy.stats", "`hf_trak.evaluation` needs scipy. Install it with `pip install scipy`.")
 
 
-def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+def mean_interval(values: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Compute the mean of independent values and its bootstrap interval.
 
     Args:
         values (`ArrayLike` of shape `(count,)`):
             The values.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level: the share of such intervals that contain the true mean.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples, at least 10.
         seed (`int`, *optional*, defaults to 0):
@@ -83,49 +83,46 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, resamples: int = 
 
     Raises:
         ImportError: scipy is not installed.
-        ValueError: there is no value, or `confidence` or `resamples` is out of range.
+        ValueError: there is no value, or `resamples` is out of range.
         NonFiniteError: a value is NaN or infinite.
     """
     sample = checked_finite(values, "values")
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     if sample.ndim != 1 or len(sample) == 0:
         raise ValueError(f"`values` has the shape {sample.shape}. Expected one dimension, and at least one value.")
     mean = float(sample.mean())
     if np.ptp(sample) == 0:
-        return Interval(mean, mean, mean, confidence)
+        return Interval(mean, mean, mean)
     found = scipy_stats().bootstrap(
         (sample,),
         np.mean,
         n_resamples=resamples,
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         method="percentile",
         vectorized=True,
         batch=100,
         random_state=np.random.default_rng(seed),
     )
-    return Interval(mean, float(found.confidence_interval.low), float(found.confidence_interval.high), confidence)
+    return Interval(mean, float(found.confidence_interval.low), float(found.confidence_interval.high))
 
 
-def quantile_interval(value: float, resampled: np.ndarray, confidence: float) -> Interval:
+def quantile_interval(value: float, resampled: np.ndarray) -> Interval:
     """Return a value with the quantiles of its bootstrap samples.
 
     Args:
         value: the estimate.
         resampled: the estimates of the bootstrap samples, `(resamples,)`.
-        confidence: confidence level.
     """
-    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(value), float(low), float(high), confidence)
+    low, high = np.quantile(resampled, ENDS)
+    return Interval(float(value), float(low), float(high))
 
 
-def check_interval(confidence: float, resamples: int) -> None:
-    """Check the arguments of a bootstrap.
+def check_resamples(resamples: int) -> None:
+    """Check the number of bootstrap samples.
 
     Raises:
-        ValueError: `confidence` is not between 0 and 1, or `resamples` is not an integer of at least 10.
+        ValueError: it is not an integer of at least 10.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` is {confidence!r}. Expected a number between 0 and 1, such as 0.95.")
     checked_int(resamples, "resamples", 10, remedy="Use 1000 or more for a stable interval.", type_error=ValueError)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_trak.evaluation.intervals import (
+    ENDS,
     RESAMPLES,
     Interval,
     Result,
-    check_interval,
+    check_resamples,
     checked_finite,
     checked_matrix,
     checked_numbers,
@@ -78,11 +79,10 @@ def evaluate_lds(
     scores: ArrayLike,
     masks: ArrayLike,
     outputs: ArrayLike,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> LdsResult:
-    """Compute the linear datamodeling score with bootstrap confidence intervals.
+    """Compute the linear datamodeling score with bootstrap intervals.
 
     Subsets and targets are resampled independently of each other (Owen 2007, The pigeonhole bootstrap).
 
@@ -93,8 +93,6 @@ def evaluate_lds(
             See [`linear_datamodeling_score`].
         outputs (`ArrayLike` of shape `(s, m)`):
             See [`linear_datamodeling_score`].
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the intervals.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples. Each takes as long as the score itself without the product of masks and
             scores.
@@ -106,16 +104,15 @@ def evaluate_lds(
 
     Raises:
         ImportError: scipy is not installed.
-        ValueError: shapes do not fit, there are fewer than three subsets, or `confidence` or `resamples` is out of
-            range.
+        ValueError: shapes do not fit, there are fewer than three subsets, or `resamples` is out of range.
         NonFiniteError: a score or an output is NaN or infinite.
     """
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     predicted, measured = predicted_and_measured(scores, masks, outputs)
     per_target = spearman(predicted, measured)
     values, means = resampled_lds(predicted, measured, resamples, seed)
-    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
-    return LdsResult(per_target, low, high, quantile_interval(per_target.mean(), means, confidence))
+    low, high = np.quantile(values, ENDS, axis=0)
+    return LdsResult(per_target, low, high, quantile_interval(per_target.mean(), means))
 
 
 def compare_lds(
@@ -123,7 +120,6 @@ def compare_lds(
     second: ArrayLike,
     masks: ArrayLike,
     outputs: ArrayLike,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
@@ -141,8 +137,6 @@ def compare_lds(
             See [`linear_datamodeling_score`].
         outputs (`ArrayLike` of shape `(s, m)`):
             See [`linear_datamodeling_score`].
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the interval.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
         seed (`int`, *optional*, defaults to 0):
@@ -154,11 +148,11 @@ def compare_lds(
     Raises:
         ImportError, ValueError, NonFiniteError: see [`evaluate_lds`].
     """
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     both = [predicted_and_measured(scores, masks, outputs) for scores in (first, second)]
     value = float(spearman(*both[0]).mean() - spearman(*both[1]).mean())
     one, other = (resampled_lds(*each, resamples, seed)[1] for each in both)
-    return quantile_interval(value, one - other, confidence)
+    return quantile_interval(value, one - other)
 
 
 def resampled_lds(
@@ -243,7 +237,6 @@ def leave_one_out_correlation(
     masks: ArrayLike,
     outputs: ArrayLike,
     groups: RowGroups | None = None,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> LeaveOneOutResult:
     """Correlate τ_ij with f(z_j; θ*(S)) − f(z_j; θ*(S ∖ {i})) over the rows i that were left out.
@@ -260,8 +253,6 @@ def leave_one_out_correlation(
             The model output on every target after training on each subset.
         groups (`RowGroups`, *optional*):
             The groups that were left out, if groups were. The sums of their scores are compared.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the intervals.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
 
@@ -290,7 +281,7 @@ def leave_one_out_correlation(
     predicted = units[np.concatenate(left_out)]
     effects = measured[0] - measured[1:]
     found = pearson(predicted, effects), spearman(predicted, effects)
-    means = [mean_interval(values, confidence, resamples) for values in found]
+    means = [mean_interval(values, resamples) for values in found]
     return LeaveOneOutResult(*found, means[0], means[1], effects)
 
 
@@ -325,7 +316,6 @@ def top_k_precision(
     *,
     rows: Sequence[int] | None = None,
     shape: tuple[int, int] | None = None,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> TopKPrecision:
@@ -349,8 +339,6 @@ def top_k_precision(
         shape (`tuple[int, int]`, *optional*):
             The numbers of training rows and targets. By default those of `scores`, which then must have no more
             targets than training rows.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the interval over targets.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
         seed (`int`, *optional*, defaults to 0):
@@ -374,7 +362,7 @@ def top_k_precision(
     shares = {size: (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
     return TopKPrecision(
         per_target=shares,
-        mean={size: mean_interval(values, confidence, resamples, seed) for size, values in shares.items()},
+        mean={size: mean_interval(values, resamples, seed) for size, values in shares.items()},
         chance={size: size / n for size in shares},
         rows=n,
     )

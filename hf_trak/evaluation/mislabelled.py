@@ -13,7 +13,14 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import ArrayLike
 
-from hf_trak.evaluation.intervals import RESAMPLES, Interval, Result, check_interval, checked_finite, quantile_interval
+from hf_trak.evaluation.intervals import (
+    RESAMPLES,
+    Interval,
+    Result,
+    check_resamples,
+    checked_finite,
+    quantile_interval,
+)
 from hf_trak.runtime.checks import required
 
 
@@ -46,7 +53,6 @@ def mislabel_detection(
     self_influence: ArrayLike,
     mislabelled: ArrayLike,
     ks: Sequence[int] | None = None,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> MislabelledResult:
@@ -59,8 +65,6 @@ def mislabel_detection(
             True for rows with a wrong label.
         ks (`Sequence[int]`, *optional*):
             Numbers of rows that somebody would look through. By default the number of mislabelled rows.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the interval.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
         seed (`int`, *optional*, defaults to 0):
@@ -76,7 +80,7 @@ def mislabel_detection(
     """
     message = "`mislabel_detection` needs scikit-learn. Install it with `pip install scikit-learn`."
     metrics = required("sklearn.metrics", message)
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     values = checked_finite(self_influence, "self_influence")
     wrong = np.asarray(mislabelled, dtype=bool)
     if values.ndim != 1 or wrong.shape != values.shape:
@@ -99,7 +103,7 @@ def mislabel_detection(
         found.append(metrics.roc_auc_score(wrong[rows], values[rows]))
     ranked = wrong[np.argsort(-values, kind="stable")]
     return MislabelledResult(
-        auc=quantile_interval(metrics.roc_auc_score(wrong, values), np.array(found), confidence),
+        auc=quantile_interval(metrics.roc_auc_score(wrong, values), np.array(found)),
         average_precision=float(metrics.average_precision_score(wrong, values)),
         precision_at={k: float(ranked[:k].mean()) for k in chosen},
         mislabelled=int(wrong.sum()),

@@ -20,7 +20,7 @@ from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
     Result,
-    check_interval,
+    check_resamples,
     checked_finite,
     quantile_interval,
     spearman,
@@ -55,7 +55,6 @@ class Reliability(Result):
 
 def measure_reliability(
     outputs: ArrayLike,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Reliability:
@@ -64,8 +63,6 @@ def measure_reliability(
     Args:
         outputs (`np.ndarray`):
             `(R, s, m)`: outputs of R ≥ 2 trainings of each of s subsets on m targets, see [`repeated_outputs`].
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence of the intervals.
         resamples (`int`, *optional*, defaults to 1000):
             Bootstrap samples of subsets and targets.
         seed (`int`, *optional*, defaults to 0):
@@ -76,7 +73,7 @@ def measure_reliability(
         ValueError: there are fewer than 2 repeats or 3 subsets.
         NonFiniteError: an output is NaN or infinite.
     """
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     values = checked_finite(outputs, "outputs")
     if values.ndim != 3 or len(values) < 2 or values.shape[1] < 3 or values.shape[2] < 1:
         raise ValueError(
@@ -96,8 +93,8 @@ def measure_reliability(
         found = _half_reliability(values[:, chosen][:, :, targets], few)
         ends[0, index] = np.sqrt(_stepped(found, repeats / size)).mean()
         ends[1, index] = np.sqrt(_stepped(found, 1 / size)).mean()
-    ceiling = quantile_interval(np.sqrt(mean).mean(), ends[0], confidence)
-    ceiling_of_one = quantile_interval(np.sqrt(one).mean(), ends[1], confidence)
+    ceiling = quantile_interval(np.sqrt(mean).mean(), ends[0])
+    ceiling_of_one = quantile_interval(np.sqrt(one).mean(), ends[1])
     noise = values.var(axis=0, ddof=1).mean(axis=0)
     signal = np.maximum(values.mean(axis=0).var(axis=0, ddof=1) - noise / repeats, 0.0)
     return Reliability(repeats, np.sqrt(noise), np.sqrt(signal), one, mean, ceiling, ceiling_of_one)

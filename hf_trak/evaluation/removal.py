@@ -31,7 +31,7 @@ from hf_trak.evaluation.intervals import (
     RESAMPLES,
     Interval,
     Result,
-    check_interval,
+    check_resamples,
     checked_matrices,
     checked_numbers,
     group_sums,
@@ -368,9 +368,9 @@ class _MeanChanges:
     def __sub__(self, other: "_MeanChanges") -> "_MeanChanges":
         return _MeanChanges(self.values - other.values, self.resampled - other.resampled)
 
-    def interval(self, at: int, confidence: float) -> Interval:
+    def interval(self, at: int) -> Interval:
         """Return the mean for the fraction number `at`, with its bootstrap interval."""
-        return quantile_interval(float(self.values[at]), self.resampled[at], confidence)
+        return quantile_interval(float(self.values[at]), self.resampled[at])
 
 
 PARTS = ("own", "others", "specific")
@@ -422,15 +422,12 @@ class RemovalResult:
             removals are averaged over draws.
         notes (`tuple[str, ...]`):
             What to bear in mind: too few controls or targets, rows of equal scores.
-        confidence (`float`):
-            Confidence level of the intervals.
     """
 
     plan: RemovalPlan
     effects: tuple[RemovalEffect, ...]
     changes: dict[str, np.ndarray]
     notes: tuple[str, ...]
-    confidence: float
     _means: dict[str, _MeanChanges] = field(repr=False)
     """Means of the `own` changes by method or control."""
 
@@ -439,8 +436,7 @@ class RemovalResult:
         """Return the `own` change by method or control, and by number of rows (or groups)."""
         sizes = range(len(self.plan.fractions))
         return {
-            name: {self.plan.counts[at]: means.interval(at, self.confidence) for at in sizes}
-            for name, means in self._means.items()
+            name: {self.plan.counts[at]: means.interval(at) for at in sizes} for name, means in self._means.items()
         }
 
     def effect(self, name: str, size: float) -> RemovalEffect:
@@ -486,7 +482,7 @@ class RemovalResult:
         """
         count, _ = (self.effect(name, size).count for name in (first, second))
         at = self.plan.counts.index(count)
-        return (self._means[first] - self._means[second]).interval(at, self.confidence)
+        return (self._means[first] - self._means[second]).interval(at)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values, without the plan's subsets."""
@@ -536,7 +532,6 @@ def evaluate_removal(
     plan: RemovalPlan,
     masks: ArrayLike,
     outputs: ArrayLike,
-    confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> RemovalResult:
@@ -550,8 +545,6 @@ def evaluate_removal(
             them, in any order; others are not used, and a subset that occurs several times is averaged.
         outputs (`ArrayLike` of shape `(s, m)`):
             The model output on every target after training on each subset.
-        confidence (`float`, *optional*, defaults to 0.95):
-            Confidence level of the intervals.
         resamples (`int`, *optional*, defaults to 1000):
             Number of bootstrap samples.
         seed (`int`, *optional*, defaults to 0):
@@ -561,11 +554,11 @@ def evaluate_removal(
         [`RemovalResult`]: mean changes, differences to each control, and a table of both.
 
     Raises:
-        ValueError: shapes do not fit, a subset of the plan was not trained on, or `confidence` or `resamples` is out
-            of range.
+        ValueError: shapes do not fit, a subset of the plan was not trained on, or `resamples` is out of
+            range.
         NonFiniteError: an output is NaN or infinite.
     """
-    check_interval(confidence, resamples)
+    check_resamples(resamples)
     measured = _outputs_of_plan(plan, masks, outputs)
     own, others = _changes(plan, measured - measured[0])
     rng = np.random.default_rng(seed)
@@ -584,10 +577,10 @@ def evaluate_removal(
             name,
             plan.fractions[at],
             plan.counts[at],
-            own=means[name].interval(at, confidence),
-            others=None if other is None else other.interval(at, confidence),
-            specific=None if other is None else (means[name] - other).interval(at, confidence),
-            against={control: (means[name] - means[control]).interval(at, confidence) for control in compared},
+            own=means[name].interval(at),
+            others=None if other is None else other.interval(at),
+            specific=None if other is None else (means[name] - other).interval(at),
+            against={control: (means[name] - means[control]).interval(at) for control in compared},
         )
 
     names = (*plan.methods, *plan.controls)
@@ -596,7 +589,6 @@ def evaluate_removal(
         effects=tuple(effect(at, name) for at in range(len(plan.fractions)) for name in names),
         changes={name: own[name].mean(axis=2) for name in names},
         notes=tuple(_notes(plan)),
-        confidence=confidence,
         _means=means,
     )
 

@@ -159,8 +159,8 @@ def test_intervals_cover_and_shrink() -> None:
     assert str(mean_interval([2.0, 2.0])) == "2.000 [2.000, 2.000]"
     with pytest.raises(NonFiniteError, match="`values`"):
         mean_interval([0.0, np.nan])
-    with pytest.raises(ValueError, match="`confidence` is 95"):
-        mean_interval([0.0], confidence=95)
+    with pytest.raises(ValueError, match="`resamples` is 5"):
+        mean_interval([0.0], resamples=5)
 
 
 def test_subsets_have_their_size_and_do_not_depend_on_their_number() -> None:

@@ -114,7 +114,6 @@ BAD: list[tuple[Any, str]] = [
     (lambda: top_k_precision(MATRIX, MATRIX[:2], k=[1], rows=[0, 6]), r"`rows` is \[0, 6\].*0 to 5"),
     (lambda: top_k_precision(MATRIX, MATRIX[:2], k=[1], rows=[1, 1]), "distinct"),
     (lambda: top_k_precision(MATRIX, MATRIX, k=[1], rows=[1, 2]), r"Expected \(2, 2\)"),
-    (lambda: top_k_precision(MATRIX, MATRIX, k=[1], confidence=95), "`confidence` is 95"),
 ]
 
 
