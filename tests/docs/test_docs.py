@@ -465,7 +465,7 @@ def test_scaling(place: Path) -> None:
     attributor = TrakAttributor(model, config, rows)
     namespace = {
         "model": model, "attributor": attributor, "path": model.state_dict(), "index": 0, "quarter": 2,
-        "eval_dataset": rows.select(range(3)),
+        "eval_dataset": rows.select(range(3)), "train_dataset": rows,
     }  # fmt: skip
 
     def other_jobs(namespace: dict[str, Any]) -> None:
@@ -473,7 +473,12 @@ def test_scaling(place: Path) -> None:
         for quarter in (0, 1, 3):
             attributor.featurize({0: namespace["path"]}, part=(quarter, 4))
 
-    run_page("docs/scaling.md", namespace, hf_trak_command, checks={"part=(quarter, 4)": other_jobs})
+    def same_rows(namespace: dict[str, Any]) -> None:
+        expected = attributor.attribute(namespace["eval_dataset"], top_k=20)["trak_indices"][:]
+        assert namespace["best"].column("row_id").to_numpy().reshape(3, 20).tolist() == expected
+
+    checks = {"part=(quarter, 4)": other_jobs, "score_batch": same_rows}
+    run_page("docs/scaling.md", namespace, hf_trak_command, checks=checks)
     assert_documented(place / "trak", "trak")
 
 
