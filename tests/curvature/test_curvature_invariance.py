@@ -1,10 +1,10 @@
 """Exact scores do not depend on how they are computed: batches, padding, slices, order of rows, processes, kills."""
 
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from transformers import (
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.curvature import curvature as plan
 from hf_trak.gradient_computers.hooked.workspace import BLOCK_BYTES_VARIABLE
-from hf_trak.store import atomic
+from hf_trak.store import atomic, lease
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
@@ -347,7 +347,7 @@ def kill_before_cleaning(directory: Path) -> dict[str, Any]:
     def die(*arguments: Any, **options: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    shutil.rmtree = die  # type: ignore[assignment]
+    lease.shutil = SimpleNamespace(rmtree=die)  # type: ignore[attr-defined]
     return job(directory)
 
 

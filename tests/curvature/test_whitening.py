@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_a_killed_check_is_made_by_the_next_run(tmp_path: Path, caplog: pytest.L
 
     with monkeypatch.context() as patch:
         patch.setattr(fidelity._Sample, "_index_scores", killed)
-        patch.setattr(fidelity.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(fidelity, "shutil", SimpleNamespace(rmtree=lambda _: None))
         with pytest.raises(KeyboardInterrupt):
             attributor_in(tmp_path, proj_dim=1).featurize()
     assert list(tmp_path.glob("fidelity-*"))
