@@ -14,9 +14,10 @@ from hf_trak.data.rows import Collator, RowBatches, forward_columns
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating, size_of
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
-from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
 from hf_trak.modelout_functions.registry import infer_task
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, rows_of
+from hf_trak.modelout_functions.trainer_settings import own_methods
 from hf_trak.runtime.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ _OWN_STEPS = ("get_train_dataloader", "_prepare_inputs", "training_step")
 
 _PLAIN = ("SFTTrainer", *PREPARED)
 """Trainers of TRL whose rows have a task, or do not change on their way to `compute_loss`."""
+
+_NOT_ALONE = ("DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
+"""Trainers of TRL whose `compute_loss` does not take rows one at a time: of answers side by side, or of rollouts."""
 
 _CHECKED_ELEMENTS = 2**20
 """Parameters whose gradients tell whether rows of a batch mix, at most."""
@@ -70,6 +74,9 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
                 why,
             )
         return given
+    kind = kind_of(trainer)
+    if kind in _NOT_ALONE or (kind is not None and why is None and given != "trainer_loss"):
+        return _of_a_known_loss(trainer, rows, given, why)
     name = known_task(model)
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
     first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
@@ -92,6 +99,18 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         infer_task(model)
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
+
+
+def _of_a_known_loss(trainer: Any, rows: Any, given: Task | None, why: str | None) -> Task:
+    """Return the loss of a trainer of TRL by its task; refuse any other, where rows cannot be taken one at a time."""
+    made = trainer_task(trainer, rows)
+    if why is None and made is not None and given != "trainer_loss":
+        return GaussNewtonModelOutput(made) if given == "gauss_newton" else LossModelOutput(made)
+    raise ValueError(
+        f"`compute_loss` of a {type(trainer).__name__} does not take rows one at a time, and "
+        f"{why or '`trainer_loss` is asked for'}. Expected the loss of a {kind_of(trainer)} of TRL. "
+        f"Pass `task={type(made).__name__}(...)`, which is that, or one of your own."
+    )
 
 
 def _owner(trainer: Any) -> type:
@@ -125,7 +144,11 @@ def _own_loss(trainer: Any) -> str | None:
         return "it has a `compute_loss` of its own"
     owner = _owner(trainer)
     package = owner.__module__.partition(".")[0]
-    if package in ("transformers", "sentence_transformers", "builtins") or owner.__name__ == kind_of(trainer):
+    if package == "trl" and owner.__name__ == kind_of(trainer):
+        if getattr(trainer, "aux_loss_enabled", False):
+            return "it adds the loss of the router of experts"
+        return f"it overrides {', '.join(changed)}" if (changed := own_methods(trainer)) else None
+    if package in ("transformers", "sentence_transformers", "builtins"):
         return None
     if package == "trl" and owner.__name__ == "SFTTrainer":
         kind = getattr(trainer.args, "loss_type", "nll")
