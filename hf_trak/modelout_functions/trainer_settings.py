@@ -48,6 +48,17 @@ def own_methods(trainer: Any) -> list[str]:
     return [f"`{name}`" for name, one in found.items() if one.__module__.partition(".")[0] != "trl"]
 
 
+def reads_mode(trainer: Any) -> bool:
+    """Tell whether methods behind the loss of a trainer ask if the model is in training.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The trainer.
+    """
+    methods = _mentioned_methods(trainer, _own_classes(trainer)).values()
+    return any("training" in attribute_names(_code_of(one)) for one in methods)
+
+
 def _own_classes(trainer: Any) -> list[type]:
     """List the classes of a trainer below those of transformers, most derived last."""
     known = ("transformers", "builtins", "abc", "typing")
