@@ -262,7 +262,7 @@ def _for_targets(trainer: Any, of: Any, model: torch.nn.Module, first: _FirstRow
 
 
 def _compare_modes(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:
-    """Warn of a loss that is another one while the model trains, apart from what its layers do then."""
+    """Name a loss that is another one while the model trains, apart from what its layers do then."""
     task.bind(model)
     with evaluating(model):
         for single in first.alone:
