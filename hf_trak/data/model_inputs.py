@@ -99,7 +99,7 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
 
     Raises:
         TypeError: the rows are texts.
-        ValueError: labels are texts, values are images, lists differ in length, or there are no tokens to pad. The
+        ValueError: labels are texts or missing, values are images, lists differ in length, or there are no tokens to pad. The
             error names the column and the remedy.
     """
     wrapped = hasattr(collator, "collator")  # a wrapper that adds the token columns itself
@@ -120,6 +120,13 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
     for name in _LABELS if padding else ("label",):
         if isinstance(rows[0].get(name), str):
             raise ValueError(f"`{name}` of the first row is {rows[0][name]!r}, a text. {LABEL_REMEDY}")
+    for name in _LABELS:
+        absent = [place for place, row in enumerate(rows) if name in row and row[name] is None]
+        if 0 < len(absent) < len(rows):
+            raise ValueError(
+                f"`{name}` of row {absent[0]} of a batch is None. Expected a label for each row. Leave rows without "
+                "labels out."
+            )
     if isinstance(inner, DataCollatorWithPadding):
         first = inner.tokenizer.model_input_names[0]
         if first not in rows[0]:

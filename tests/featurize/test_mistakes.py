@@ -104,6 +104,11 @@ CALLS: dict[str, Mistake] = {
         "no argument `dataset`",
         "`train_dataset`",
     ),
+    "a row without a label": (
+        lambda w: w.new(rows=[{"input_ids": [1, 2], "labels": label} for label in (0, None)]).featurize(),
+        "`labels` of row 1 of a batch is None",
+        "Leave rows without labels out",
+    ),
     "no column for the model": (
         lambda w: w.new(rows=ROWS.select_columns(["text"])).featurize(),
         r"it has \['text'\]",
