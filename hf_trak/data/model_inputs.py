@@ -99,7 +99,7 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
 
     Raises:
         TypeError: the rows are texts.
-        ValueError: labels are texts or missing, values are images, lists differ in length, or there are no tokens to pad. The
+        ValueError: labels are texts or missing, values are images, lists differ in length, or no tokens are there. The
             error names the column and the remedy.
     """
     wrapped = hasattr(collator, "collator")  # a wrapper that adds the token columns itself

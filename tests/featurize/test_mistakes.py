@@ -105,7 +105,9 @@ CALLS: dict[str, Mistake] = {
         "`train_dataset`",
     ),
     "a row without a label": (
-        lambda w: w.new(rows=[{"input_ids": [1, 2], "labels": label} for label in (0, None)]).featurize(),
+        lambda w: w.new(
+            "unlabelled", rows=[{"input_ids": [1, 2], "labels": label} for label in (0, None)]
+        ).featurize(),
         "`labels` of row 1 of a batch is None",
         "Leave rows without labels out",
     ),
