@@ -98,7 +98,7 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
         columns: see [`stored_columns`], for the error message.
 
     Raises:
-        TypeError: the rows are texts.
+        TypeError: the rows are texts, or arrays.
         ValueError: labels are texts or missing, values are images, lists differ in length, or no tokens are there. The
             error names the column and the remedy.
     """
@@ -113,6 +113,11 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
         raise TypeError(
             f"The rows are texts, such as {rows[0]!r:.80}. Expected rows with the inputs of the model. Make them with "
             "`Dataset.from_dict({'text': texts}).map(lambda rows: tokenizer(rows['text']), batched=True)`."
+        )
+    if hasattr(rows[0], "__array__"):
+        raise TypeError(
+            f"The rows are of the type {type(rows[0]).__name__}, without names. Expected the inputs of the model by "
+            "name. Make rows with `Dataset.from_dict({'input_ids': …, 'labels': …})`, or pass a `data_collator=`."
         )
     if not isinstance(rows[0], Mapping):
         return

@@ -104,6 +104,11 @@ CALLS: dict[str, Mistake] = {
         "no argument `dataset`",
         "`train_dataset`",
     ),
+    "an array as rows": (
+        lambda w: w.new("array", rows=torch.zeros(4, 3).numpy()).featurize(),
+        "type ndarray, without names",
+        "Dataset.from_dict",
+    ),
     "a row without a label": (
         lambda w: w.new(
             "unlabelled", rows=[{"input_ids": [1, 2], "labels": label} for label in (0, None)]
