@@ -69,11 +69,11 @@ class FunctionModelOutput(BatchedModelOutput):
 
 
 def _takes_two(function: Any) -> bool:
-    """Tell whether something can be called with two arguments, as far as its signature is known."""
+    """Tell whether something can be called with two arguments, as far as that is seen before."""
+    if not inspect.isfunction(function):
+        return callable(function)
     try:
         inspect.signature(function).bind(None, None)
-    except ValueError:  # of some built-in functions
-        return True
     except TypeError:
         return False
     return True
