@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
@@ -225,8 +225,10 @@ class TrakConfig:
         if self.per_device_batch_size == 0:
             raise ValueError("`per_device_batch_size` is None. Expected an integer of at least 1, or 'auto'.")
         _check_number("lambda_relative", self.lambda_relative)
-        if isinstance(self.grad_wrt, str):
-            raise ValueError(f"`grad_wrt` is the string {self.grad_wrt!r}. Expected a list of parameter names.")
+        for name, what in (("grad_wrt", "parameters"), ("label_names", "columns")):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable | None):
+                raise ValueError(f"`{name}` is {value!r}. Expected a list of names of {what}. Pass `[...]`.")
         _split("proj_type", self.proj_type, get_args(ProjectionName), ("sjlt-4", "factored-64"))
         _split("solver", self.solver, get_args(SolverName), ("low_rank-512",))
         if self.projection == "factored" and (self.curvature.whitened or self.curvature.kind == "hybrid"):

@@ -136,6 +136,7 @@ class Rerank:
         return checked_refinement(self.refine)
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Replay:
     """Score with the run that made the model, walked backwards through the steps of its optimizer.

@@ -86,7 +86,7 @@ class CurvatureReport:
         blocks (`tuple[BlockReport, ...]`): all blocks, those of the largest share of the scores' variance first.
         warnings (`tuple[str, ...]`): what to look at.
         whole (`tuple[str, ...]`): parameters with bases of whole gradients, as of `"shampoo"`, where the kind asks for
-            those of factors: their layers could not be taken apart one by one, as in the encoder of T5.
+            those of factors: their layers could not be taken apart one by one, as in some mixtures of experts.
     """
 
     kind: str

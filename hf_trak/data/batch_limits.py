@@ -58,7 +58,15 @@ class BatchLimits:
             items = {"image": batch[0], "text": batch[1]}
         for name in ("input_ids", "decoder_input_ids", "text"):
             tokens = items.get(name)
-            if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():
+            if not isinstance(tokens, Tensor):
+                continue
+            if tokens.is_floating_point() or not tokens.numel():
+                if name != "text" and self.vocabulary is not None:
+                    raise ValueError(
+                        f"`{name}` of a batch of {len(tokens)} rows is of {tokens.dtype} and the shape "
+                        f"{tuple(tokens.shape)}. Expected integers, at least one token for each row. Leave rows "
+                        "without tokens out."
+                    )
                 continue
             if tokens.ndim in (2, 3):  # pairs have two sequences each, `(B, 2, T)`
                 self._check_tokens(name, tokens, items.get("position_ids"))
@@ -68,14 +76,15 @@ class BatchLimits:
                 self._check_images(name, images, bool(items.get("interpolate_pos_encoding", False)))
 
     def _check_tokens(self, name: str, tokens: Tensor, positions: Any) -> None:
-        highest = int(tokens.max())
+        lowest, highest = (int(one) for one in tokens.aminmax())
         length = tokens.shape[-1]
         if isinstance(positions, Tensor) and positions.numel():  # of packed documents, which may be many
             length = min(length, int(positions.max()) + 1)
-        if self.vocabulary is not None and highest >= self.vocabulary:
-            row = int((tokens >= self.vocabulary).flatten(1).any(dim=1).nonzero()[0])
+        if self.vocabulary is not None and (highest >= self.vocabulary or lowest < 0):
+            outside = highest if highest >= self.vocabulary else lowest
+            row = int((tokens == outside).flatten(1).any(dim=1).nonzero()[0])
             raise ValueError(
-                f"`{name}` of sample {row} of the batch holds the token {highest}, but the token embedding of "
+                f"`{name}` of sample {row} of the batch holds the token {outside}, but the token embedding of "
                 f"{self.model} has {self.vocabulary} rows. Expected tokens 0 … {self.vocabulary - 1}. Load tokenizer "
                 "and model from the same checkpoint, or resize the embedding as for the training "
                 "(`model.resize_token_embeddings(len(tokenizer))`)."

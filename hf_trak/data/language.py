@@ -64,7 +64,8 @@ def _chat(
     if not wanted:
         raise ValueError(
             f"The conversation has the roles {[message.get('role') for message in messages]}. Expected an 'assistant' "
-            f"turn (from turn {first} on), which is what a model learns to produce. Leave such rows out."
+            f"turn (from turn {first} on), which is what a model learns to produce. Leave such "
+            "rows out, or attribute what the model says (`attributor.predict(rows)`, `--predict`)."
         )
     # A template with {% generation %} marks the assistant's tokens itself.
     if _GENERATION.search(tokenizer.get_chat_template(tools=tools)):

@@ -98,8 +98,8 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
         columns: see [`stored_columns`], for the error message.
 
     Raises:
-        TypeError: the rows are texts.
-        ValueError: labels are texts, values are images, lists differ in length, or there are no tokens to pad. The
+        TypeError: the rows are texts, or arrays.
+        ValueError: labels are texts or missing, values are images, lists differ in length, or no tokens are there. The
             error names the column and the remedy.
     """
     wrapped = hasattr(collator, "collator")  # a wrapper that adds the token columns itself
@@ -114,12 +114,24 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
             f"The rows are texts, such as {rows[0]!r:.80}. Expected rows with the inputs of the model. Make them with "
             "`Dataset.from_dict({'text': texts}).map(lambda rows: tokenizer(rows['text']), batched=True)`."
         )
+    if hasattr(rows[0], "__array__"):
+        raise TypeError(
+            f"The rows are of the type {type(rows[0]).__name__}, without names. Expected the inputs of the model by "
+            "name. Make rows with `Dataset.from_dict({'input_ids': …, 'labels': …})`, or pass a `data_collator=`."
+        )
     if not isinstance(rows[0], Mapping):
         return
     # The default collator ignores texts in `labels`, which not every task needs, but fails on texts in `label`.
     for name in _LABELS if padding else ("label",):
         if isinstance(rows[0].get(name), str):
             raise ValueError(f"`{name}` of the first row is {rows[0][name]!r}, a text. {LABEL_REMEDY}")
+    for name in _LABELS:
+        absent = [place for place, row in enumerate(rows) if name in row and row[name] is None]
+        if 0 < len(absent) < len(rows):
+            raise ValueError(
+                f"`{name}` of row {absent[0]} of a batch is None. Expected a label for each row. Leave rows without "
+                "labels out."
+            )
     if isinstance(inner, DataCollatorWithPadding):
         first = inner.tokenizer.model_input_names[0]
         if first not in rows[0]:

@@ -125,12 +125,34 @@ def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
     Args:
         dataset: a map-style dataset.
         processing_class: a tokenizer or feature extractor, which then pads the batches.
+
+    Raises:
+        TypeError: `processing_class` is a name.
     """
+    if isinstance(processing_class, str):
+        raise TypeError(
+            f"`processing_class` is {processing_class!r}. Expected a tokenizer or processor. Load it by that name "
+            "(`AutoTokenizer.from_pretrained(name)`)."
+        )
     if isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
         return DataCollatorWithPadding(processing_class)  # type: ignore[arg-type]  # as Trainer does
     if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
         return torch_collate
     return default_data_collator
+
+
+def checked_collator(collator: Any) -> Collator:
+    """Return a data collator.
+
+    Raises:
+        TypeError: it is no function, or a tokenizer, which takes texts and no rows.
+    """
+    if callable(collator) and not isinstance(collator, PreTrainedTokenizerBase):
+        return collator
+    raise TypeError(
+        f"`data_collator` is a {type(collator).__name__}. Expected a function that makes a batch of a list of rows. "
+        "Pass a tokenizer as `processing_class=` instead, or one in a collator (`DataCollatorWithPadding(tokenizer)`)."
+    )
 
 
 def own_columns(collator: Any) -> tuple[str, ...]:

@@ -94,6 +94,12 @@ def is_trainer_of_texts(trainer: Any, name: str) -> bool:
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == _PACKAGE for cls in type(trainer).__mro__)
 
 
+def _name_of(loss: Any) -> str:
+    """Name the class of a loss, with its module unless it is one of sentence-transformers."""
+    cls = type(loss)
+    return cls.__name__ if cls.__module__.partition(".")[0] == _PACKAGE else f"{cls.__module__}.{cls.__name__}"
+
+
 def embedding_task(trainer: Any) -> BatchedModelOutput | None:
     """Make the task of a trainer of embeddings, with the settings of its loss.
 
@@ -114,7 +120,7 @@ def embedding_task(trainer: Any) -> BatchedModelOutput | None:
             "all texts. Pass `task=`, a task of your own (`BatchedModelOutput`)."
         )
     loss = trainer.loss
-    name = type(loss).__name__
+    name = _name_of(loss)
     if name in _RANKING:
         return _ranking(trainer, loss)
     if name in _ROWS:
@@ -243,7 +249,7 @@ def pair_task(trainer: Any) -> BatchedModelOutput | None:
     if not is_trainer_of_texts(trainer, _PAIRS):
         return None
     loss = trainer.loss
-    name = type(loss).__name__
+    name = _name_of(loss)
     if name not in _LOSSES:
         given = f"a mapping of the losses of {list(loss)}" if isinstance(loss, Mapping) else f"a {name}"
         why = ""

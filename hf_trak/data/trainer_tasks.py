@@ -14,9 +14,10 @@ from hf_trak.data.rows import Collator, RowBatches, forward_columns
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating, size_of
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
-from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
 from hf_trak.modelout_functions.registry import infer_task
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, rows_of
+from hf_trak.modelout_functions.trainer_settings import own_methods, reads_mode
 from hf_trak.runtime.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,15 @@ _OWN_STEPS = ("get_train_dataloader", "_prepare_inputs", "training_step")
 
 _PLAIN = ("SFTTrainer", *PREPARED)
 """Trainers of TRL whose rows have a task, or do not change on their way to `compute_loss`."""
+
+_NOT_ALONE = ("DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
+"""Trainers of TRL whose `compute_loss` does not take rows one at a time: of answers side by side, or of rollouts."""
+
+_LOOKED_AT = 64
+"""Rows among which one is looked for that the loss may weigh otherwise than the first."""
+
+_GOLDEN = 5**0.5 / 2 - 0.5
+"""Fraction of all rows between two of them, at which no period of labels is hit."""
 
 _CHECKED_ELEMENTS = 2**20
 """Parameters whose gradients tell whether rows of a batch mix, at most."""
@@ -70,6 +80,9 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
                 why,
             )
         return given
+    kind = kind_of(trainer)
+    if kind in _NOT_ALONE or (kind is not None and why is None and given != "trainer_loss"):
+        return _of_a_known_loss(trainer, rows, given, why)
     name = known_task(model)
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
     first = _first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
@@ -87,11 +100,25 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         )
     task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
     if first is not None:
+        if reads_mode(trainer):
+            _compare_modes(task, model, first)
         _check_rows(task, model, first)
     elif name is None:
         infer_task(model)
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
+
+
+def _of_a_known_loss(trainer: Any, rows: Any, given: Task | None, why: str | None) -> Task:
+    """Return the loss of a trainer of TRL by its task; refuse any other, where rows cannot be taken one at a time."""
+    made = trainer_task(trainer, rows)
+    if why is None and made is not None and given != "trainer_loss":
+        return GaussNewtonModelOutput(made) if given == "gauss_newton" else LossModelOutput(made)
+    raise ValueError(
+        f"`compute_loss` of a {type(trainer).__name__} does not take rows one at a time, and "
+        f"{why or '`trainer_loss` is asked for'}. Expected the loss of a {kind_of(trainer)} of TRL. "
+        f"Pass `task={type(made).__name__}(...)`, which is that, or one of your own."
+    )
 
 
 def _owner(trainer: Any) -> type:
@@ -125,7 +152,11 @@ def _own_loss(trainer: Any) -> str | None:
         return "it has a `compute_loss` of its own"
     owner = _owner(trainer)
     package = owner.__module__.partition(".")[0]
-    if package in ("transformers", "sentence_transformers", "builtins") or owner.__name__ == kind_of(trainer):
+    if package == "trl" and owner.__name__ == kind_of(trainer):
+        if getattr(trainer, "aux_loss_enabled", False):
+            return "it adds the loss of the router of experts"
+        return f"it overrides {', '.join(changed)}" if (changed := own_methods(trainer)) else None
+    if package in ("transformers", "sentence_transformers", "builtins"):
         return None
     if package == "trl" and owner.__name__ == "SFTTrainer":
         kind = getattr(trainer.args, "loss_type", "nll")
@@ -143,28 +174,33 @@ class _FirstRows:
         device = next(model.parameters()).device
         with generators_kept():
             batches = RowBatches(rows, collator, columns=columns, device=device, images=ImageTokens.of(model))
-            self.alone = [dict(batches.alone(0).items())]
+            self.alone = [first := dict(batches.alone(0).items())]
             places = [0]
+            told = [name for name, value in first.items() if isinstance(value, Tensor) and _of_rows(name, value)]
+            most = -1
             for row in _looked_at(rows):
                 found = dict(batches.alone(row).items())
-                if len(places) == 1 or not _same_labels(self.alone[0], found):
-                    self.alone[1:], places[1:] = [found], [row]
-                if not _same_labels(*self.alone):
+                apart = sum(not torch.equal(first[name], found[name]) for name in told if name in found)
+                if apart > most:
+                    self.alone[1:], places[1:], most = [found], [row], apart
+                if most == len(told):
                     break
             _, both = next(batches.iterate([places]))
         self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
 
 
+def _of_rows(name: str, value: Tensor) -> bool:
+    """Tell whether a column may weigh rows: labels, and any other with one number for each row."""
+    return name == "labels" or value.ndim == 1
+
+
 def _looked_at(rows: Any) -> list[int]:
-    """List rows to compare with the first. A stream is read from its start."""
+    """List rows to compare with the first, spread over all. A stream is read from its start."""
     last = len(rows) - 1
-    others = (1,) if getattr(rows, "sequential", False) else (1, last, last // 2)
-    return [row for row in dict.fromkeys(others) if 0 < row <= last]
-
-
-def _same_labels(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    left, right = one.get("labels"), other.get("labels")
-    return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+    if getattr(rows, "sequential", False):
+        return [1][:last]
+    spread = (int(place * _GOLDEN % 1 * last) + 1 for place in range(_LOOKED_AT))
+    return list(dict.fromkeys([1, last, *spread]))[: max(last, 0)]
 
 
 def _first_rows(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> _FirstRows | None:
@@ -223,6 +259,26 @@ def _for_targets(trainer: Any, of: Any, model: torch.nn.Module, first: _FirstRow
         logger.info("Targets are attributed by minus their loss, too, and not by %s: %s", type(of).__name__, error)
         return None
     return of
+
+
+def _compare_modes(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:
+    """Name a loss that is another one while the model trains, apart from what its layers do then."""
+    task.bind(model)
+    with evaluating(model):
+        for single in first.alone:
+            found = list[float]()
+            for model.training in (False, True):  # of the outermost module alone: no dropout
+                found.append(float(task.computed(model, single)))
+            model.training = False
+            if abs(found[1] - found[0]) > _allowed(model) * max(map(abs, found)):
+                logger.warning(
+                    "`%s` asks for `training`, and the loss of a row is %.4g in training and %.4g in evaluation, in "
+                    "which rows are attributed. Expected one loss.",
+                    task.name,
+                    found[1],
+                    found[0],
+                )
+                return
 
 
 def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:

@@ -3,7 +3,7 @@ model."""
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,10 +72,16 @@ def _by_id(checkpoints: Any, known: Sequence[int]) -> dict[int, Checkpoint | Non
     """Return weights by id, or ids alone; `None` where neither is given.
 
     Raises:
+        TypeError: it is none of these.
         ValueError: the list or mapping is empty, or an id is negative.
     """
     if checkpoints is None:
         return None
+    if not isinstance(checkpoints, Iterable | str | os.PathLike | torch.nn.Module):
+        raise TypeError(
+            f"`checkpoints` is {checkpoints!r}. Expected weights (a path, a state dict, or a model), or a list of "
+            f"weights or of ids. Pass a list, such as `[{checkpoints!r}]`."
+        )
     if isinstance(checkpoints, str | os.PathLike | torch.nn.Module):
         return {known[0] if len(known) == 1 else 0: checkpoints}
     listed = list(checkpoints)

@@ -16,7 +16,7 @@ from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, tar
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.methods import Combination, Exact, Index, Method, Replay, Rerank, checked_method
-from hf_trak.runtime.checks import byte_size, free_bytes
+from hf_trak.runtime.checks import byte_size, checked_int, free_bytes
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
@@ -267,7 +267,7 @@ def estimate_sizes(
         args = replace(args, curvature=replace(args.curvature, kind=chosen.curvature))
     n, m = count_of(train_dataset, "train_dataset", 1), count_of(eval_dataset, "eval_dataset", 0)
     for name, value in (("checkpoints", checkpoints), ("processes", processes)):
-        count_of(value, name, 1)
+        checked_int(value, name, 1, type_error=ValueError)
     layout = ParameterLayout.from_model(model, args.grad_wrt)
     k = layout.total if args.projection == "none" else args.width
     weights = _weight_bytes(model, args.model_dtype)

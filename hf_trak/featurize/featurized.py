@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
-from hf_trak.data.rows import Collator, RowBatches, default_collator, row_count, rows_of_loader
+from hf_trak.data.rows import Collator, RowBatches, checked_collator, default_collator, row_count, rows_of_loader
 from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.definition import (
     COMPARISONS,
@@ -152,7 +152,7 @@ class FeaturizedModel:
         self.train_dataset = train_dataset
         self.processing_class = processing_class
         self.train_size = row_count(train_dataset, "train_dataset")
-        self.data_collator = data_collator or default_collator(train_dataset, processing_class)
+        self.data_collator = checked_collator(data_collator or default_collator(train_dataset, processing_class))
         self.layout = ParameterLayout.from_model(model, self.args.grad_wrt)
         self.sources = dict(sources or {})
         self.recorded_rows = None if recorded_rows is None else dict(recorded_rows)

@@ -24,6 +24,7 @@ from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
+from hf_trak.runtime.checks import checked_int
 
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
@@ -137,6 +138,8 @@ def _check_options(generation: Mapping[str, Any], model: Any) -> None:
             f"`generate` has no option `{unknown[0]}`{hint}. Expected fields of `transformers.GenerationConfig`, such "
             "as `max_new_tokens`. Correct the name."
         )
+    if generation.get("max_new_tokens") is not None:
+        checked_int(generation["max_new_tokens"], "max_new_tokens", 1, type_error=ValueError)
 
 
 def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator[Tensor]:

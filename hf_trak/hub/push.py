@@ -59,6 +59,7 @@ from hf_trak.hub.manifest import (
 from hf_trak.hub.models import HubCheckpoint, source_of
 from hf_trak.hub.names import HubSource, checked_repo, checked_revision
 from hf_trak.hub.safe_loading import is_commit
+from hf_trak.runtime.arguments import named_arguments
 from hf_trak.store.atomic import atomic_directory
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
@@ -97,6 +98,8 @@ class Destination:
             validate_repo_id(self.repo_id)
         except (HFValidationError, TypeError) as error:
             raise ValueError(f"`repo_id` is {self.repo_id!r}: {error}. {_NO_DIRECTORY}") from error
+        if not isinstance(self.repo_id, str):
+            raise ValueError(f"`repo_id` is {self.repo_id!r}. {_NO_DIRECTORY}")
         if "/" not in self.repo_id and Path(self.repo_id).is_dir():
             raise ValueError(f"`repo_id` is {self.repo_id!r}, which is a directory here. {_NO_DIRECTORY}")
 
@@ -224,6 +227,7 @@ CheckpointSource = str | HubCheckpoint | HubSource
 """Weights on the Hub: `"hf://user/model@revision"`, `"user/model@revision"`, or an object that names both."""
 
 
+@named_arguments
 @dataclass(frozen=True)
 class IndexFacts:
     """Facts that are published about an index and that its feature store does not record.

@@ -1,5 +1,6 @@
 """`FunctionModelOutput`: a plain function as a task."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,11 +38,11 @@ class FunctionModelOutput(BatchedModelOutput):
                 without `labels` and `label`, and a sequence by position without its last element, the labels.
 
         Raises:
-            TypeError: an argument is not callable.
+            TypeError: an argument is not callable, or not with two arguments.
         """
         super().__init__()
         for name, function in (("output_fn", output_fn), ("out_to_loss_fn", out_to_loss_fn)):
-            if not callable(function) and not (function is None and name != "output_fn"):
+            if not _takes_two(function) and not (function is None and name != "output_fn"):
                 raise TypeError(f"`{name}` is {function!r}. Expected a function (model_output, batch) -> tensor (B,).")
         self.output_fn = output_fn
         self.out_to_loss_fn = out_to_loss_fn
@@ -65,6 +66,17 @@ class FunctionModelOutput(BatchedModelOutput):
             with torch.no_grad():
                 return torch.ones_like(self.output(model_output, batch, side))
         return one_per_sample(self.out_to_loss_fn(model_output, batch), size_of(batch), "`out_to_loss_fn`").detach()
+
+
+def _takes_two(function: Any) -> bool:
+    """Tell whether something can be called with two arguments, as far as that is seen before."""
+    if not inspect.isfunction(function):
+        return callable(function)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def one_per_sample(values: Any, size: int | None, who: str) -> Tensor:

@@ -9,7 +9,7 @@ The same holds for every task whose loss can be computed sample by sample: the t
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -73,6 +73,21 @@ class LossModelOutput(BatchedModelOutput):
         if not self._given:
             self._task = _checked(_task_of(model))
         self._task.bind(model)
+
+    def use_seed(self, seed: int) -> None:
+        self._task.use_seed(seed)
+
+    def reference_rows(self, train_size: int) -> Sequence[int]:
+        return self._task.reference_rows(train_size)
+
+    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
+        self._task.prepare(model, loader)
+
+    def references(self) -> dict[str, Tensor]:
+        return self._task.references()
+
+    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:
+        self._task.restore(model, references)
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._task.model_inputs(batch)

@@ -222,7 +222,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
             given = [leaf(one, size) for one in leaves]
             places = [place for place, one in enumerate(given) if one is not leaves[place]]
             losses = self.per_sample_loss(tree_unflatten(given, spec), batch).sum()
-            found = torch.autograd.grad(losses, [given[p] for p in places], create_graph=True, allow_unused=True)
+            opened = [given[place] for place in places]
+            found = torch.autograd.grad(losses, opened, create_graph=True, allow_unused=True) if opened else ()
             used = [(place, slope.flatten(1)) for place, slope in zip(places, found, strict=True) if slope is not None]
             count = sum(slope.shape[1] for _, slope in used)
             inputs = [given[place] for place, _ in used]

@@ -37,6 +37,28 @@ def loss_settings(trainer: Any) -> dict[str, Any]:
     }
 
 
+def own_methods(trainer: Any) -> list[str]:
+    """List the methods behind the loss of a trainer, such as `Mine._compute_loss`, that are neither TRL's nor known.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The trainer.
+    """
+    found = _mentioned_methods(trainer, _own_classes(trainer))
+    return [f"`{name}`" for name, one in found.items() if one.__module__.partition(".")[0] != "trl"]
+
+
+def reads_mode(trainer: Any) -> bool:
+    """Tell whether methods behind the loss of a trainer ask if the model is in training.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The trainer.
+    """
+    methods = _mentioned_methods(trainer, _own_classes(trainer)).values()
+    return any("training" in attribute_names(_code_of(one)) for one in methods)
+
+
 def _own_classes(trainer: Any) -> list[type]:
     """List the classes of a trainer below those of transformers, most derived last."""
     known = ("transformers", "builtins", "abc", "typing")

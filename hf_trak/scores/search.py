@@ -73,7 +73,7 @@ class GradientSearch:
         width = sum(shards.width for shards in checkpoints)
         try:
             index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"`factory` is {factory!r}, and FAISS says: {str(error).splitlines()[-1].strip()}. Expected a kind of "
                 "index such as 'Flat', 'SQ8' or 'IVF1024,SQ8'."

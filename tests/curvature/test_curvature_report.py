@@ -11,6 +11,7 @@ import torch
 from curvature_runs import rows_of, written_curvature
 from torch import Tensor, nn
 from trak_options import trak_config
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_trak import TrakAttributor
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
@@ -191,6 +192,19 @@ def test_a_report_is_text_and_json(tmp_path: Path) -> None:
     lines = found.table()
     assert len({len(line) for line in lines}) == 1 and len(lines) == len(found.blocks) + 1
     assert len(found.table(2)) == 3
+
+
+def test_bases_of_whole_gradients_are_named(tmp_path: Path) -> None:
+    """Experts see positions of several rows at once, so that their gradients come whole; other layers do not."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=20, num_key_value_heads=2, num_local_experts=3, **sizes))
+    given = [{"input_ids": ids, "labels": ids} for ids in torch.randint(20, (12, 4))]
+    args = trak_config(output_dir=str(tmp_path), use_cpu=True, proj_dim=64)
+    found = TrakAttributor(model.eval(), args, train_dataset=given).fit_curvature().curvature_report()
+    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    assert sorted(found.whole) == sorted(experts) and experts
+    assert all(name in found.summary() for name in experts) and "come whole" in found.summary()
 
 
 def test_a_report_needs_a_curvature_of_this_kind_and_takes_any_sample(tmp_path: Path) -> None:

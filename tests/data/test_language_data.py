@@ -65,7 +65,7 @@ def test_of_a_conversational_prompt_nothing_counts(template):
 
 
 def test_chats_that_cannot_be_labelled_are_refused():
-    with pytest.raises(ValueError, match=r"roles \['system', 'user'\].*'assistant'"):
+    with pytest.raises(ValueError, match=r"roles \['system', 'user'\].*'assistant'.*`--predict`"):
         tokenize_chat(CHAT[:2], make_tokenizer(MARKED))
     with pytest.raises(ValueError, match=r"differently once more turns follow.*\{% generation %\}"):
         tokenize_chat(CHAT, make_tokenizer(REWRITING))

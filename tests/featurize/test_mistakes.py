@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, disable_progress_bars
 from doc_examples import documents, sentences, tiny_bert, tiny_gpt2, word_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from hf_trak import CurvatureConfig, Exact, Index, Rerank, Span, TrakAttributor, TrakConfig, TRAKer
+from hf_trak import CurvatureConfig, Exact, Index, Replay, Rerank, Span, TrakAttributor, TrakConfig, TRAKer
 from hf_trak.cli.main import main
 from hf_trak.errors import SingularGramError
 
@@ -104,6 +104,18 @@ CALLS: dict[str, Mistake] = {
         "no argument `dataset`",
         "`train_dataset`",
     ),
+    "an array as rows": (
+        lambda w: w.new("array", rows=torch.zeros(4, 3).numpy()).featurize(),
+        "type ndarray, without names",
+        "Dataset.from_dict",
+    ),
+    "a row without a label": (
+        lambda w: w.new(
+            "unlabelled", rows=[{"input_ids": [1, 2], "labels": label} for label in (0, None)]
+        ).featurize(),
+        "`labels` of row 1 of a batch is None",
+        "Leave rows without labels out",
+    ),
     "no column for the model": (
         lambda w: w.new(rows=ROWS.select_columns(["text"])).featurize(),
         r"it has \['text'\]",
@@ -113,6 +125,26 @@ CALLS: dict[str, Mistake] = {
         lambda w: w.new("nan", w.nan).featurize(),
         "train row 0 is not finite",
         "Look at that row",
+    ),
+    "a function of one argument": (
+        lambda w: TrakAttributor(w.model, w.config(), ROWS, task=lambda output: output),
+        "`output_fn` is <function",
+        "(model_output, batch)",
+    ),
+    "a name as collator": (
+        lambda w: TrakAttributor(w.model, w.config(), ROWS, data_collator="pad"),
+        "`data_collator` is a str",
+        "a list of rows",
+    ),
+    "a tokenizer as collator": (
+        lambda w: TrakAttributor(w.model, w.config(), ROWS, data_collator=word_tokenizer()),
+        "`data_collator` is a TokenizersBackend",
+        "`processing_class=`",
+    ),
+    "the name of a tokenizer": (
+        lambda w: TrakAttributor(w.model, w.config(), ROWS, processing_class="bert"),
+        "`processing_class` is 'bert'",
+        "AutoTokenizer",
     ),
     # the configuration
     "proj_dimm=": (lambda w: TrakConfig(proj_dimm=3), "no argument `proj_dimm`", "did you mean `proj_dim`?"),
@@ -138,12 +170,14 @@ CALLS: dict[str, Mistake] = {
     "a yes for a switch": (lambda w: TrakConfig(use_cpu="no"), "`use_cpu` is 'no'", "True, False"),
     "a number as directory": (lambda w: TrakConfig(512), "`output_dir` is 512", "path of a directory"),
     "a file as directory": (lambda w: w.new("file").featurize(), "file', which is a file", "Name another one"),
-    "one parameter as a text": (lambda w: TrakConfig(grad_wrt="head"), "`grad_wrt` is the string 'head'", "a list"),
+    "one parameter as a text": (lambda w: TrakConfig(grad_wrt="head"), "`grad_wrt` is 'head'", "a list"),
     "a parameter that is misspelt": (
         lambda w: w.new(grad_wrt=["clasifier.weight"]),
         r"names \['clasifier.weight'\]",
         "`model.named_parameters()`",
     ),
+    "a number as parameters": (lambda w: TrakConfig(grad_wrt=3), "`grad_wrt` is 3", "a list"),
+    "one label as a text": (lambda w: TrakConfig(label_names="labels"), "`label_names` is 'labels'", "a list"),
     "no parameters": (lambda w: w.new(grad_wrt=[]), "No parameter is left", "pass `None` for all"),
     "a curvature": (lambda w: TrakConfig(curvature="ek-fac"), "`curvature.kind` is 'ek-fac'", "'ekfac'"),
     "dampng=": (lambda w: CurvatureConfig(dampng=1), "no argument `dampng`", "did you mean `damping`?"),
@@ -197,6 +231,7 @@ CALLS: dict[str, Mistake] = {
     ),
     "a directory without weights": (lambda w: w.new().featurize(str(w.home)), "holds no weights", "model.safetensors"),
     "numbers of checkpoints": (lambda w: w.new().featurize([1, 2]), r"`checkpoints` is \[1, 2\]", "{id: weights}"),
+    "a number as weights": (lambda w: w.new("no").featurize(3), "`checkpoints` is 3", "`[3]`"),
     "no checkpoints": (lambda w: w.new().featurize([]), "`checkpoints` is empty", "`None`"),
     "a part beyond the last": (lambda w: w.new().featurize(part=(3, 2)), r"`part` is \(3, 2\)", "such as"),
     # targets
@@ -225,6 +260,16 @@ CALLS: dict[str, Mistake] = {
         lambda w: w.own.attribute(Dataset.from_dict({"input_ids": [[1, 99]], "labels": [0]})),
         "token 99",
         "resize",
+    ),
+    "a token below zero": (
+        lambda w: w.own.attribute(Dataset.from_dict({"input_ids": [[1, -100]], "labels": [0]})),
+        "token -100",
+        "same checkpoint",
+    ),
+    "no tokens": (
+        lambda w: w.own.attribute(Dataset.from_dict({"input_ids": [[]], "labels": [0]})),
+        r"`input_ids` of a batch of 1 rows is of torch.float32 and the shape \(1, 0\)",
+        "Leave rows without tokens out",
     ),
     "rows of two lengths": (
         lambda w: w.own.attribute(Dataset.from_dict({"input_ids": [[1, 2], [1]], "labels": [0, 1]})),
@@ -262,6 +307,7 @@ CALLS: dict[str, Mistake] = {
         "Raise `rows`",
     ),
     "row= of Rerank": (lambda w: Rerank(row=5), "no argument `row`", "did you mean `rows`?"),
+    "share= of Replay": (lambda w: Replay(share=1), "no argument `share`", "Correct the name"),
     "a curvature of Exact": (lambda w: Exact(curvature="ekfc"), "`curvature` is 'ekfc'", "'ekfac'"),
     "candidates without a first pass": (lambda w: Index(candidates=5), "`candidates` is 5", "both or neither"),
     # parts of targets
@@ -317,6 +363,7 @@ CALLS: dict[str, Mistake] = {
         "`max_new_tokns`",
         "did you mean `max_new_tokens`?",
     ),
+    "an answer of no length": (lambda w: w.lm.predict(DOCUMENT, max_new_tokens="3"), "is '3'", "at least 1"),
     "an answer that is too long": (lambda w: w.lm.predict(DOCUMENT, max_new_tokens=3000), "is 3000", "at most 9 new"),
     "two targets to verify": (lambda w: w.own.verify(FEW, [0]), "`target` has 2 rows", "select([0])"),
     "no rows to verify": (lambda w: w.own.verify(FEW.select([0]), []), r"`rows` is \[\]", "trak_indices"),
@@ -334,6 +381,13 @@ CALLS: dict[str, Mistake] = {
     "int3": (lambda w: w.own.convert(w.home / "c", "int3"), "`feature_dtype` is 'int3'", "'int2'"),
     "a comparison": (lambda w: w.own.fidelity(of="exakt"), "`of` is 'exakt'", "'index'"),
     "no checkpoints to estimate": (lambda w: w.own.estimate(checkpoints=0), "`checkpoints` is 0", "at least 1"),
+    "checkpoints to estimate in words": (
+        lambda w: w.own.estimate(checkpoints="2"),
+        "`checkpoints` is '2'",
+        "at least 1",
+    ),
+    "a fact of an index": (lambda w: w.own.push_to_hub("me/x", ld=0.3), "no argument `ld`", "did you mean `lds`?"),
+    "no repo": (lambda w: w.own.push_to_hub(None), "`repo_id` is None", "save_pretrained"),
     "a file as index": (lambda w: TrakAttributor.from_pretrained(str(w.home / "file")), "is a file", "the directory"),
     "no index": (lambda w: TrakAttributor.from_pretrained(), "without `repo_or_path`", "Pass it"),
     "sav_dir= of TRAKer": (

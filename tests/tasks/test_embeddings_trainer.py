@@ -148,6 +148,9 @@ def test_losses_of_batches_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a MatryoshkaLoss"):
         inner = losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [8, 16])
         attributor(tmp_path, model, inner, columns(3, "a", "b"))
+    own = type("TripletLoss", (losses.TripletLoss,), {"forward": lambda self, features, labels: features[0].sum()})
+    with pytest.raises(ValueError, match=rf"a {__name__}\.TripletLoss"):
+        attributor(tmp_path, model, own(model), columns(3, "a", "b", "c"))
 
 
 def test_a_router_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from test_trl import WORDS, arguments, llama, texts, tokenizer
 from torch import Tensor
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.preferences import kind_of, prepared_rows
@@ -156,6 +156,65 @@ def test_kto_with_the_reference_point_of_a_batch(adapted: bool, tmp_path: Path) 
     found = loss_gradients(attributor, [0, 1, 2, 3])
     batch = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
     assert_same({name: gradient.mean(0) for name, gradient in found.items()}, gradients_of(trainer, batch, -1.0))
+
+
+def changed(name: str, tmp_path: Path) -> Any:
+    """A trainer whose loss is not that of its class in TRL."""
+    trainer = trainer_of("orpo" if name == "experts of orpo" else "dpo", tmp_path)
+    if name == "a method":
+
+        class Penalized(trl.DPOTrainer):  # type: ignore[misc]  # of a module without types
+            def _compute_loss(self, model: Any, *rest: Any) -> Any:
+                return super()._compute_loss(model, *rest) + sum(p.square().sum() for p in model.parameters())
+
+        trainer.__class__ = Penalized
+    elif name == "a class of the same name":
+        trainer.__class__ = type("DPOTrainer", (trl.DPOTrainer,), {"compute_loss": lambda self, *_, **__: None})
+    else:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        made = MixtralForCausalLM(MixtralConfig(vocab_size=llama().config.vocab_size, num_key_value_heads=2, **sizes))
+        trainer.model = made.eval()
+        made.config.output_router_logits, trainer.aux_loss_enabled = True, True
+        trainer.aux_loss_coef = trainer.router_aux_loss_coef = 5.0
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["a method", "a class of the same name", "experts"])
+def test_another_loss_than_that_of_the_class_is_refused(name: str, tmp_path: Path) -> None:
+    said = {
+        "a method": r"Penalized does not .*it overrides `changed.<locals>.Penalized._compute_loss`",
+        "a class of the same name": "DPOTrainer overrides `compute_loss`",
+        "experts": "it adds the loss of the router of experts",
+    }[name]
+    with pytest.raises(ValueError, match=rf"{said}.*Pass `task=DPOModelOutput\(...\)`"):
+        attributor_of(changed(name, tmp_path), tmp_path)
+
+
+def test_the_loss_of_the_router_is_part_of_the_loss_of_orpo(tmp_path: Path) -> None:
+    trainer = changed("experts of orpo", tmp_path)
+    config = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
+    (shard,) = TrakAttributor.from_trainer(trainer, config).featurize().features.store.train(0)
+    for row, found in enumerate(shard.grads):
+        expected = gradients_of(trainer, trainer.data_collator([trainer.train_dataset[row]]), -1.0)
+        assert_same({"all": found}, {"all": torch.cat([one.flatten() for one in expected.values()])})
+    with pytest.raises(TypeError, match="depends on 0 outputs of the model for a row"):
+        attributor_of(trainer, tmp_path / "other", task="gauss_newton").featurize()
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "kto", "orpo"])
+def test_the_task_loss_is_the_loss_of_the_trainer(name: str, tmp_path: Path) -> None:
+    """The features of the task `loss` are those of the task of the trainer, times q."""
+    trainer = trainer_of(name, tmp_path)
+    found = []
+    for task in (None, "loss"):
+        config = TrakConfig(str(tmp_path / f"trak-{task}"), proj_type="none", feature_dtype="float32", use_cpu=True)
+        (shard,) = TrakAttributor.from_trainer(trainer, config, task=task).featurize().features.store.train(0)
+        found.append({"all": shard.grads * shard.out_to_loss[:, None]})
+    assert_same(found[1], found[0])
+    if name in ("dpo", "reward"):
+        with pytest.raises(ValueError, match="does not take rows one at a time, and `trainer_loss` is asked for"):
+            attributor_of(trainer, tmp_path, task="trainer_loss")
 
 
 def rollouts() -> Dataset:

@@ -302,10 +302,46 @@ class Normalized(hf.Trainer):
 
 
 def test_weights_that_a_row_alone_loses_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the first rows have the same label."""
-    sorted_by_label = rows(labels=[0, 0, 0, 1, 1, 1])
-    TrakAttributor.from_trainer(made(tmp_path, Normalized, bert(), sorted_by_label), config(tmp_path))
+    """Also where most rows have the same label."""
+    rare = Dataset.from_dict({"input_ids": [[3, 4, 5]] * 60, "labels": [int(row in (7, 29, 33)) for row in range(60)]})
+    TrakAttributor.from_trainer(made(tmp_path, Normalized, bert(), rare), config(tmp_path))
     assert "`Normalized.compute_loss` gives them the weights 0.091 and 0.91" in caplog.text
+
+
+class OfColumns(hf.Trainer):
+    """Weights over their sum, from a column of the rows."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        weights, labels = inputs.pop("weights"), inputs.pop("labels")
+        losses = functional.cross_entropy(model(**inputs).logits, labels, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+
+def test_weights_of_a_column_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = classes().add_column("weights", [1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
+    TrakAttributor.from_trainer(
+        made(tmp_path, OfColumns, bert(), given, remove_unused_columns=False), config(tmp_path)
+    )
+    assert "`OfColumns.compute_loss` gives them the weights 0.25 and 0.75" in caplog.text
+
+
+class OfModes(hf.Trainer):
+    """A loss that is tripled in training, and asks for the mode once more in vain."""
+
+    factor = 3.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return super().compute_loss(model, inputs) * (self.factor if model.training else 1.0)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1.0])
+def test_a_loss_of_the_training_alone_is_named(factor: float, tmp_path: Path, caplog: Any) -> None:
+    trainer = made(tmp_path, OfModes, bert(), classes())
+    trainer.factor = factor
+    model = trainer.model.train()
+    TrakAttributor.from_trainer(trainer, config(tmp_path))
+    assert all(one.training for one in model.modules())
+    assert ("`OfModes.compute_loss` asks for `training`" in caplog.text) == (factor == 3.0)
 
 
 def prepared(self: Any, inputs: Any) -> Any:
