@@ -7,7 +7,7 @@ import random
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class TrakCallback(TrainerCallback):
     ) -> None:
         if last is not None and not is_int(last, 1):
             raise ValueError(f"`last` is {last!r}. Expected a number of checkpoints of at least 1, or `None` for all.")
-        if steps is not None and not (steps and all(is_int(step, 1) for step in steps)):
+        known = isinstance(steps, Iterable) and all(is_int(step, 1) for step in steps) and bool(steps)
+        if steps is not None and not known:
             raise ValueError(f"`steps` is {steps!r}. Expected step numbers of at least 1, or `None` for every save.")
         if featurize_at_end and trainer is None:
             raise ValueError(

@@ -15,6 +15,7 @@ from doc_examples import documents, sentences, tiny_bert, tiny_gpt2, word_tokeni
 from transformers import Trainer, TrainingArguments
 
 from hf_trak import CurvatureConfig, Exact, Index, Replay, Rerank, Span, TrakAttributor, TrakConfig, TRAKer
+from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.main import main
 from hf_trak.errors import SingularGramError
 
@@ -395,6 +396,7 @@ CALLS: dict[str, Mistake] = {
         "no argument `sav_dir`",
         "did you mean `save_dir`?",
     ),
+    "one step in place of a list": (lambda w: TrakCallback(steps=3), "`steps` is 3", "step numbers of at least 1"),
 }
 
 
