@@ -54,6 +54,7 @@ LIBRARY_VOLATILE = {
     "ephemeral_gpu_offload": "the same, in PEFT",
     "initializer_range": "weights are given",
     "init_std": "the same",
+    "prepare_inputs_for_generation": "PEFT leaves it on the model after `generate`; `forward` does not call it",
 }
 """Attributes that are left out of modules of libraries only."""
 

@@ -34,6 +34,6 @@ def test_two_hundred_calls_from_four_processes(tmp_path: Path) -> None:
     check(tmp_path, processes=4, calls=200)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_calls_from_four_processes(tmp_path: Path) -> None:
     check(tmp_path, processes=4, calls=1000)

@@ -286,6 +286,16 @@ def test_conv1d_layers_of_gpt2(tmp_path: Path) -> None:
     assert relative_error(stored(attributor)[0], projected(attributor, expected)) < 1e-4
 
 
+def test_answers_of_adapters_are_attributed(tmp_path: Path) -> None:
+    """Generating leaves a method on the instance, which is no setting of the model."""
+    adapter = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM)
+    model = shaken(peft.get_peft_model(base(), adapter))
+    attributor = make(model, tmp_path / "trak").featurize()
+    answers = attributor.predict(rows(1).remove_columns("labels"), max_new_tokens=3)
+    assert "prepare_inputs_for_generation" in vars(model.base_model)
+    assert len(attributor.attribute(answers, top_k=3)) == N
+
+
 def test_a_quantized_base(tmp_path: Path) -> None:
     """4-bit weights of bitsandbytes below trainable adapters: the adapters are attributed as with any other base."""
     pytest.importorskip("bitsandbytes")

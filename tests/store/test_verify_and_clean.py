@@ -160,6 +160,7 @@ def slow_attribute(directory: Path) -> int:
     def pausing(blocks):  # type: ignore[no-untyped-def]
         for block in checked(blocks):
             yield block
+            (directory.parent / "writing").touch()
             time.sleep(60)  # until a signal ends the process
 
     streaming._checked = pausing
@@ -175,7 +176,7 @@ def test_attribute_that_is_ended_leaves_nothing_that_clean_does_not_find(
     expected = store_jobs.numbers(store_jobs.attributed(store, 0))
     before = {path for path in store.rglob("*") if path.is_file()}
     job = Job(tmp_path / "report.json", slow_attribute, store)
-    wait_for(lambda: any(leftovers(store)))
+    wait_for((tmp_path / "writing").exists)
     job.kill(number)
     assert job.wait() is None and job.process.exitcode != 0
     left = leftovers(store)

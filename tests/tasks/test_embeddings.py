@@ -351,6 +351,10 @@ class CoSENTLoss(nn.Module):
     pass
 
 
+for _loss in (MultipleNegativesRankingLoss, CoSENTLoss):  # a loss of another module is the user's own
+    _loss.__module__ = "sentence_transformers.sentence_transformer.losses"
+
+
 def trained(tmp_path: Any, loss: Any, rows: list[dict[str, Any]]) -> SentenceTransformerTrainer:
     args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], per_device_train_batch_size=5)
     return SentenceTransformerTrainer(
