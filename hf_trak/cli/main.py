@@ -45,6 +45,7 @@ GROUPS = {
         "push": Command("push", "publish an index, and scores, on the Hub", "output_dir"),
         "pull": Command("push", "copy a published index into a directory", "repo_id", "run_pull"),
         "convert": Command("convert", "keep features with fewer bits per number", "output_dir"),
+        "export": Command("export", "write features as Parquet files, or a store of such files", "output_dir"),
         "inspect": Command(
             "inspect", "show what a directory holds; check every byte of it; clean it up", "output_dir"
         ),
@@ -122,7 +123,6 @@ def usage() -> str:
         [
             "Which training examples made your model do this?",
             "usage: hf-trak COMMAND [--config FILE.yaml] [options]",
-            "",
             *lines,
             "",
             "`--help` after a command lists its first options, `--help all` every one. On several processes: "

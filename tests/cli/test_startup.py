@@ -69,7 +69,7 @@ NO_MODEL = SLOW | {
 
 COMMANDS = {
     "parser": NO_MODEL | {"torch", "datasets"},
-    **dict.fromkeys(("inspect", "push", "selftest", "convert"), NO_MODEL | {"datasets"}),
+    **dict.fromkeys(("inspect", "push", "selftest", "convert", "export"), NO_MODEL | {"datasets"}),
     "report": NO_MODEL,
     "evaluate": NO_MODEL - {"accelerate"},
     **dict.fromkeys(("attribute", "estimate", "featurize", "serve", "verify"), SLOW),

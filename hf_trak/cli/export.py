@@ -1,0 +1,76 @@
+"""`hf-trak export`: write the features of a store as tables that other tools read, and make a store of such tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_trak.cli.parser import DataArguments, OutputArguments, answer, option, parse_yaml_and_args
+from hf_trak.cli.record import is_copy, remembered
+from hf_trak.store.store import FeatureStore
+
+SUFFIX = ".parquet"
+
+
+@dataclass
+class ExportArguments:
+    """The store or the tables, and where the other form of it goes."""
+
+    output_dir: str = option("Directory of the store, or of tables (or one of them); may stand first.")
+    to: str = option("Directory of the result, which does not exist yet.")
+    columns: list[str] | None = option("Columns of the training rows to write beside the features.", None)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Write tables of a store, one for each checkpoint, or a store of tables.
+
+    Raises:
+        ValueError: the result exists, or columns are asked of tables, without training rows, or are not theirs.
+        StoreError: a shard or a table is damaged.
+    """
+    kinds = (ExportArguments, DataArguments, OutputArguments)
+    description = (
+        "Write the features of a store as Parquet files, one for each checkpoint, or the store that such files came "
+        "from, to the bit. Training rows are by default those that `hf-trak featurize` has recorded in output_dir."
+    )
+    args, data, output = parse_yaml_and_args(kinds, argv, prog="hf-trak export", description=description)
+    source, to = Path(args.output_dir), Path(args.to)
+    if to.exists():
+        raise ValueError(f"`to` is {args.to!r}, which exists. Expected a directory that does not. Name another one.")
+    tables = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
+    if (source / FeatureStore.CONFIG_FILE).exists() or not tables:
+        if args.columns is not None and not is_copy(args.output_dir):
+            data = parse_yaml_and_args(kinds, argv, defaults=remembered(args.output_dir))[1]
+        found = _write(FeatureStore.load(source), to, args.columns, data)
+    else:
+        found = _read(tables, to, args.columns)
+    content = {"output_dir": args.to, "checkpoints": found.model_ids, "train_rows": found.train_size}
+    answer(content, [f"Exported: {args.to}, {found.train_size} rows, checkpoints {found.model_ids}"], output.json)
+
+
+def _write(store: FeatureStore, to: Path, names: list[str] | None, data: DataArguments) -> FeatureStore:
+    from hf_trak.store.atomic import atomic_directory
+    from hf_trak.store.tables import write_table
+
+    columns = None
+    if names is not None:
+        if data.dataset_name is None:
+            raise ValueError(f"`columns` is {names}, and no training rows are known. Expected `--train_dataset`.")
+        from hf_trak.cli.preparation import load_rows  # slow to import
+
+        split, limit = data.train_split, data.max_train_samples
+        rows = load_rows(data.dataset_name, data.dataset_config_name, split, ("train",), limit)
+        if missing := [name for name in names if name not in rows.column_names]:
+            raise ValueError(f"`columns` names {missing}. Expected columns of the rows: {rows.column_names}.")
+        columns = rows.select_columns(names)
+    with atomic_directory(to) as place:
+        for model_id in store.model_ids:
+            write_table(store, model_id, place / f"checkpoint-{model_id}{SUFFIX}", columns)
+    return store
+
+
+def _read(tables: list[Path], to: Path, names: list[str] | None) -> FeatureStore:
+    from hf_trak.store.tables import read_tables
+
+    if names is not None:
+        raise ValueError(f"`columns` is {names}, and a store has no columns of rows. Leave `--columns` out.")
+    return read_tables(tables, to)
