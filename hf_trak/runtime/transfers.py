@@ -65,6 +65,33 @@ def copy_engine(device: torch.device) -> CopyEngine | None:
     return CopyEngine(device) if device.type == "cuda" else None
 
 
+def copied_to_host(source: Tensor) -> Callable[[], Tensor] | None:
+    """Start a copy of a tensor to the host, behind what its device has been given to do so far.
+
+    Returns:
+        A function that returns the copy as soon as it has arrived, while the device goes on with what it has been
+        given since; `None` if the tensor is not on a CUDA device.
+    """
+    if not source.is_cuda:
+        return None
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    target.copy_(source, non_blocking=True)
+    event = torch.cuda.current_stream(source.device).record_event()
+
+    def arrived() -> Tensor:
+        event.synchronize()
+        return target
+
+    return arrived
+
+
+def sent_to_device(source: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor in host memory to a device; on a CUDA device the copy is only started."""
+    if device.type != "cuda":
+        return source.to(device)
+    return source.pin_memory().to(device, non_blocking=True)
+
+
 def uploaded(tensors: Iterable[Tensor], device: torch.device, engine: CopyEngine | None = None) -> Iterator[Tensor]:
     """Copy tensors to a device, each while the caller works on the one before it.
 

@@ -258,3 +258,18 @@ class TestOnGpu:
         blocks = get_matrix_mult_blockwise(features, targets, torch.float32, 700)
         assert blocks.device.type == "cpu"
         torch.testing.assert_close(blocks, (features @ targets.T).cpu(), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_copied_on_the_host():
+    tensor = torch.arange(5)
+    assert transfers.copied_to_host(tensor) is None
+    assert transfers.sent_to_device(tensor, CPU) is tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_are_of_what_was_there_when_they_were_started():
+    tensor = transfers.sent_to_device(torch.arange(10_000), torch.device("cuda"))
+    arrived = transfers.copied_to_host(tensor.view(100, 100).T)
+    tensor.zero_()
+    assert torch.equal(arrived(), torch.arange(10_000).view(100, 100).T)

@@ -228,6 +228,7 @@ class BatchedOp:
         weights: dict[str, Tensor | None],
         pieces: Callable[[Tensor, Tensor], RuleResult],
         rows: bool = False,
+        on_host: bool = False,
     ) -> Any:
         """Run the operation with plain weights, and take their gradients by a formula in the backward pass.
 
@@ -238,6 +239,7 @@ class BatchedOp:
                 of `(B, *shape)`, or an iterable of [`Piece`]s.
             rows (`bool`, *optional*, defaults to `False`): whether the operation takes exactly one leading dimension,
                 see [`RegisteredRule`].
+            on_host (`bool`, *optional*, defaults to `False`): whether the formula takes `x` in host memory.
 
         Returns:
             `torch.Tensor`: the result of the operation.
@@ -261,7 +263,7 @@ class BatchedOp:
             wanted = (piece for piece in pieces_of(result) if piece[0] in targets)
             self.hooked_pass.deposit_pieces(targets, sum_rows(wanted, self.size, out_axis.fold if rows else 1))
 
-        return self.hooked_pass.capture(out, (x,), receive)
+        return self.hooked_pass.capture(out, (x,), receive, on_host)
 
 
 OpHandler = Callable[[BatchedOp], Any]

@@ -24,6 +24,7 @@ from hf_trak.gradient_computers.hooked.traces import (
 from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter, Workspace
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.runtime.sharding import is_sharded_tensor
+from hf_trak.runtime.transfers import copied_to_host
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,11 @@ class HookedPass:
         return self._anchors[device]
 
     def capture(
-        self, output: Tensor, kept: tuple[Tensor, ...], receive: Callable[[Tensor, tuple[Tensor, ...]], None]
+        self,
+        output: Tensor,
+        kept: tuple[Tensor, ...],
+        receive: Callable[[Tensor, tuple[Tensor, ...]], None],
+        on_host: bool = False,
     ) -> Tensor:
         """Have `receive(gradient of output, kept)` called when the backward pass comes to `output`.
 
@@ -174,6 +179,7 @@ class HookedPass:
             output: the result of a layer or an operation.
             kept: tensors that the call will need, held as autograd holds what it saves.
             receive: called once.
+            on_host: whether it gets the first of `kept` in host memory, where a copy arrives during the forward pass.
 
         Returns:
             `torch.Tensor`: the output to continue with, which is part of a graph.
@@ -181,6 +187,7 @@ class HookedPass:
         if not output.requires_grad:
             output = output + self.anchor(output.device)
         watched, shape = _viewed(output), output.shape  # a hook that held the output would keep its memory
+        arrived = copied_to_host(kept[0]) if on_host else None
         token: Tensor | None = Keep.apply(self.anchor(output.device), *(t.detach() for t in kept))
 
         def hook(grad: Tensor) -> None:
@@ -190,6 +197,8 @@ class HookedPass:
             keeper, token = token, None  # a node lives, and keeps what it saved, as long as its result
             saved = keeper.grad_fn.saved_tensors  # type: ignore[union-attr]  # may run a checkpointed block again
             del keeper
+            if arrived is not None:
+                saved = (arrived(), *saved[1:])
             self.received(lambda: receive(grad.reshape(shape), saved))
 
         watched.register_hook(hook)

@@ -253,7 +253,7 @@ class _RuleHandler(_Handler):
             with unseen_by_modes():  # rules and sinks work on plain tensors, without a detour through the tracker
                 self._emit(kept[0], x_axis, grad, out_axis)
 
-        return hooked_pass.capture(result, (tensors[0],), receive)
+        return hooked_pass.capture(result, (tensors[0],), receive, self.rule.on_host)
 
     def _axes(
         self, trace: OpTrace, tensors: list[Tensor], result: Tensor

@@ -192,9 +192,11 @@ def embedding(op: BatchedOp) -> Any:
     if op.argument(3, "max_norm") is not None or op.argument(5, "scale_grad_by_freq", False):
         raise op.unsupported("with max_norm or scale_grad_by_freq")
     padding, rows = op.argument(2, "padding_idx"), table.shape[0]
-    return op.through_rule(
-        ids, {"weight": table}, lambda ids, grad: embedding_pieces(ids, grad, op.workspace, rows, padding)
-    )
+
+    def pieces(ids: Tensor, grad: Tensor) -> Iterator[Piece]:
+        return embedding_pieces(ids, grad, op.workspace, rows, padding)
+
+    return op.through_rule(ids, {"weight": table}, pieces, on_host=True)
 
 
 def _conv(dims: int) -> OpHandler:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, Piece, register_layer_rule
 from hf_trak.gradient_computers.hooked.workspace import Workspace
+from hf_trak.runtime.transfers import sent_to_device
 
 MERGE_ELEMENTS, MERGE_ELEMENTS_OF_GPUS = 1 << 16, 1 << 23
 """Two touched rows go into one block when the zeros between them are fewer than this: about the cost of a block of its
@@ -22,29 +24,29 @@ def embedding_pieces(
     larger than a batch.
 
     Args:
-        ids: `(B, *)`, integers.
+        ids: `(B, *)`, integers. In host memory; elsewhere the host waits for them.
         grad: `(B, *, D)`.
         workspace: where the slices are written.
         rows: number of rows of the table.
         padding_idx: the row without a gradient; `None` if there is none.
     """
     size, width = grad.shape[0], grad.shape[-1]
-    flat = ids.reshape(size, -1)
-    sample = torch.arange(size, device=ids.device).unsqueeze(1).expand_as(flat).reshape(-1)
-    flat, grad = flat.reshape(-1), grad.reshape(-1, width)
+    flat = ids.cpu().numpy().reshape(-1)
+    order = np.argsort(flat, kind="stable")
     if padding_idx is not None:
-        kept = (flat != padding_idx % rows).nonzero().squeeze(1)
-        flat, sample, grad = flat[kept], sample[kept], grad[kept]
-    flat, order = flat.sort(stable=True)
-    sample, grad = sample[order], grad[order]
+        order = order[flat[order] != padding_idx % rows]
+    flat, sample = flat[order], order // max(1, flat.size // size)
     step = workspace.rows(size, width, grad.dtype, rows)
     gap = max(1, (MERGE_ELEMENTS_OF_GPUS if grad.is_cuda else MERGE_ELEMENTS) // (size * width))
-    runs = list(_runs(torch.unique_consecutive(flat).tolist(), gap, step))
-    edges = torch.searchsorted(flat, flat.new_tensor([[first, last + 1] for first, last in runs]).view(-1, 2)).tolist()
-    for (first, last), (low, high) in zip(runs, edges, strict=True):
+    runs = np.array(list(_runs(np.unique(flat).tolist(), gap, step)), dtype=np.int64).reshape(-1, 2)
+    edges = np.searchsorted(flat, runs + np.array([0, 1]))
+    firsts, heights = (np.repeat(values, np.diff(edges)[:, 0]) for values in (runs[:, 0], np.diff(runs)[:, 0] + 1))
+    # all numbers in one transfer
+    order, target = sent_to_device(torch.from_numpy(np.stack([order, sample * heights + flat - firsts])), grad.device)
+    grad = grad.reshape(-1, width)[order]
+    for (first, last), (low, high) in zip(runs.tolist(), edges.tolist(), strict=True):
         block = workspace.empty((size, last + 1 - first, width), grad).zero_()
-        target = sample[low:high] * (last + 1 - first) + flat[low:high] - first
-        _add_rows(block.view(-1, width), target, grad[low:high])
+        _add_rows(block.view(-1, width), target[low:high], grad[low:high])
         yield "weight", first * width, block.view(size, -1)
 
 
@@ -70,7 +72,7 @@ def _plain(module: nn.Module) -> bool:
     return not getattr(module, "max_norm", None) and not getattr(module, "scale_grad_by_freq", False)
 
 
-@register_layer_rule(nn.Embedding, parameters=("weight",), applies=_plain)
+@register_layer_rule(nn.Embedding, parameters=("weight",), applies=_plain, on_host=True)
 def embedding(call: LayerCall) -> Iterator[Piece]:
     """Compute dW[b, v] = Σ_t [x[b, t] = v] · grad[b, t, :]."""
     module = call.module

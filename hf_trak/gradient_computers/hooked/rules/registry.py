@@ -63,12 +63,15 @@ class RegisteredRule:
             model folds further dimensions into it (windows, frames), the rule sees them as rows, and the engine adds
             up the rows of a sample.
         applies: a condition on the layer; `None` for always.
+        on_host: whether the rule takes the layer's input in host memory, because its values decide which blocks exist.
+            A copy is on its way from the forward pass on, so that nothing waits for the device.
     """
 
     rule: LayerRule
     parameters: frozenset[str]
     rows: bool
     applies: Callable[[nn.Module], bool] | None
+    on_host: bool = False
 
 
 _RULES: dict[type[nn.Module], RegisteredRule] = {}
@@ -79,6 +82,7 @@ def register_layer_rule(
     parameters: Iterable[str] = ("weight", "bias"),
     rows: bool = False,
     applies: Callable[[nn.Module], bool] | None = None,
+    on_host: bool = False,
 ) -> Callable[[LayerRule], LayerRule]:
     """Decorate a function that is the rule of these layer types, and of subclasses that keep their `forward`.
 
@@ -92,6 +96,7 @@ def register_layer_rule(
             gradient per sample.
         applies (`Callable`, *optional*): a condition on the layer, such as on its options. `None` applies the rule
             always.
+        on_host (`bool`, *optional*, defaults to `False`): whether the rule takes `call.x` in host memory.
 
     Returns:
         `Callable`: the decorator, which returns the function as it is.
@@ -99,7 +104,7 @@ def register_layer_rule(
 
     def decorator(rule: LayerRule) -> LayerRule:
         for layer_type in types:
-            _RULES[layer_type] = RegisteredRule(rule, frozenset(parameters), rows, applies)
+            _RULES[layer_type] = RegisteredRule(rule, frozenset(parameters), rows, applies, on_host)
         return rule
 
     return decorator

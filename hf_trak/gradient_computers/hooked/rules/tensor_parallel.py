@@ -49,7 +49,7 @@ def tensor_parallel_rule(module: nn.Module) -> RegisteredRule | None:
     if isinstance(module, nn.Linear):
         return RegisteredRule(_linear, frozenset({"weight", "bias"}), False, None)
     if isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq:
-        return RegisteredRule(_embedding, frozenset({"weight"}), False, None)
+        return RegisteredRule(_embedding, frozenset({"weight"}), False, None, on_host=True)
     return None
 
 
