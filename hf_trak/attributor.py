@@ -1,6 +1,8 @@
 """`TrakAttributor`: from a `Trainer`, or from what a `Trainer` takes, to scores as columns of a dataset."""
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outpu
 from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.calibrating import calibrate
-from hf_trak.featurize.calibration import Calibration
+from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.choosing import choose
 from hf_trak.featurize.converting import converted
 from hf_trak.featurize.definition import Checkpoints, sources_of
@@ -61,8 +63,8 @@ from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.arguments import named_arguments
-from hf_trak.runtime.checks import is_int
-from hf_trak.runtime.progress import log_on_interrupt
+from hf_trak.runtime.checks import byte_size, is_int
+from hf_trak.runtime.progress import duration, log_on_interrupt, say
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
 from hf_trak.scores.said_parts import Unit, said_parts
 from hf_trak.scores.scored_dataset import attach_columns, without_rerank_columns
@@ -80,6 +82,8 @@ from hf_trak.trajectory.summary import RunSummary
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
+
+logger = logging.getLogger(__name__)
 
 
 @named_arguments
@@ -368,7 +372,15 @@ class TrakAttributor:
             StoreError: a shard on disk is damaged, or a file cannot be written.
             PeerProcessError: another process of this run failed or died.
         """
-        self.features.featurize(checkpoints, part)
+        begun, features = time.monotonic(), self.features
+        features.featurize(checkpoints, part)
+        if features.processes.is_main_process and part == (0, 1):
+            size = byte_size(sum(one.stat().st_size for one in features.store.output_dir.glob("checkpoint-*/*")))
+            say(
+                logger,
+                f"The features of {features.train_size:,} rows are in {features.store.output_dir}: k = "
+                f"{features.proj_dim:,}, {size}, {duration(time.monotonic() - begun)}.",
+            )
         return self
 
     def fit_curvature(self, checkpoints: Checkpoints = None) -> "TrakAttributor":
@@ -481,7 +493,7 @@ class TrakAttributor:
                 `"rerank"` with whole gradients those rows that the features rank first, and `"replay"` with the steps
                 of the run, of the last checkpoint. [`~hf_trak.Index`], [`~hf_trak.Exact`], [`~hf_trak.Rerank`] and
                 [`~hf_trak.Replay`] have options. `"auto"` is the index, at the ridge that `calibrate` has found, or
-                what a larger `TrakConfig(budget=...)` allows, and logs what it is and why.
+                what a larger `TrakConfig(budget=...)` allows, and says what it is and why.
             per (`str`, *optional*, defaults to `"target"`):
                 `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.
@@ -562,9 +574,15 @@ class TrakAttributor:
         checkpoints: Checkpoints,
     ) -> HFDataset:
         """Ask, attach the columns of the answer, and remember the result."""
-        listed = top_k if per == "target" else None
+        listed, begun, features = top_k if per == "target" else None, time.monotonic(), self.features
         chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed)
-        found = answer(self.features, question, chosen, top_k, per)
+        found = answer(features, question, chosen, top_k, per)
+        if features.processes.is_main_process:
+            say(
+                logger,
+                f"{named(chosen)} scored {features.train_size:,} rows for {question.m:,} targets in "
+                f"{duration(time.monotonic() - begun)}.",
+            )
         rows = self.train_dataset if per == "train" else question.rows
         scored = attach_columns(without_rerank_columns(rows), found.columns)
         if per == "target":

@@ -152,7 +152,8 @@ class PatchResult(Result):
         if not self.has_effect:
             return (
                 f"No effect: training on these rows changes the target's output by {self.change:+.2g}, which is not "
-                f"more than random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread)."
+                f"more than random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread). "
+                "Verify more rows at once, or those of a method that `recommend` has better figures for."
             )
         word = "raises" if self.change > 0 else "lowers"
         text = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from hf_trak.featurize.pricing import Price, has_record, price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
-from hf_trak.runtime.progress import duration
+from hf_trak.runtime.progress import duration, say
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ _BANKS = "LDS of models like this one on the banks"
 
 GAIN = 0.02
 """Difference of two figures of banks below which methods are as good as each other."""
+
+_told = WeakSet[FeaturizedModel]()
+"""Models whose user knows what the fast choice is, and what would be better."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,16 @@ def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> Any
     """
     budget = model.args.budget
     calibration = read_calibration(model, question.ids)
-    if budget == "fast" and not logger.isEnabledFor(logging.INFO):
+    if budget == "fast" and model in _told:
         return Index() if calibration is None else calibration.index
+    _told.add(model)
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
     chosen = found.within(budget)
-    long = found.rate is not None and chosen.price.passes > MINUTE * found.rate
     if model.processes.is_main_process:
-        logger.log(logging.WARNING if long else logging.INFO, "%s", found.line(chosen, budget))
+        if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
+            logger.warning("%s", found.line(chosen, budget))
+        else:
+            say(logger, found.line(chosen, budget))
     return chosen.method
 
 

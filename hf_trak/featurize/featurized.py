@@ -30,7 +30,7 @@ from hf_trak.featurize.definition import (
 )
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
 from hf_trak.featurize.featurizer import Featurizer, StoredRows
-from hf_trak.featurize.question import Question
+from hf_trak.featurize.question import Question, targets_name
 from hf_trak.featurize.row_features import row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
@@ -521,7 +521,7 @@ class FeaturizedModel:
         groups = target_groups(eval_dataset, group_by)
         self.processes.broadcast_from_main(self.prepare_store)
         fingerprint = fingerprint_dataset(eval_dataset)
-        name = f"targets-{fingerprint[:12]}" if name is None else name
+        name = targets_name(fingerprint) if name is None else name
         collation = self.collation(eval_dataset, "target")
         return Question(eval_dataset, name, fingerprint, collation, *self.chosen(checkpoints, featurized), groups)
 
@@ -575,7 +575,7 @@ class FeaturizedModel:
             with self.weights(model_id, source):
                 if not missing:
                     return shards
-                description = f"{question.name}, checkpoint {model_id}"
+                description = f"{question.title}, checkpoint {model_id}"
                 stored = StoredRows.find(self.store.train(model_id), self.train_dataset, "train")
                 self.featurizer(projector=self.feature_map(model_id)).fill(
                     shards, question.eval_dataset, model_id, "target", description, stored=stored

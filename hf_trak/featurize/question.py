@@ -13,6 +13,15 @@ from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.weights.checkpoints import Checkpoint
 
 
+def targets_name(fingerprint: str) -> str:
+    """Name the experiment of targets that nobody has named.
+
+    Args:
+        fingerprint: fingerprint of the targets.
+    """
+    return f"targets-{fingerprint[:12]}"
+
+
 @dataclass(frozen=True)
 class Question:
     """Targets that training rows are scored for. [`~FeaturizedModel.question`] makes it.
@@ -34,6 +43,11 @@ class Question:
     ids: list[int]
     sources: Mapping[int, Checkpoint | None]
     groups: RowGroups | None
+
+    @property
+    def title(self) -> str:
+        """Return the name that a person gave, or `targets`."""
+        return "targets" if self.name == targets_name(self.fingerprint) else self.name
 
     @property
     def m(self) -> int:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,11 +84,25 @@ class RowProgress:
 def duration(seconds: float) -> str:
     """Format a duration, for example as `45 s`, `3 min 20 s`, or `2 h 5 min`."""
     whole = round(seconds)
+    if seconds < 1:
+        return f"{seconds:.1g} s"
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def say(log: logging.Logger, text: str) -> None:
+    """Log a line, and show it beside the progress bars where the log does not.
+
+    Args:
+        log: the logger of the module that has something to say.
+        text: the line.
+    """
+    log.info("%s", text)
+    if not log.isEnabledFor(logging.INFO) and not are_progress_bars_disabled():
+        tqdm.write(text, file=sys.stderr)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
+from hf_trak.runtime.progress import no_progress_bars
+
 ScoreBlock = tuple[int, int, Tensor]
 
 """`(start, stop, block)`: `block`, of shape `(stop - start, m)`, holds the scores of training rows `start … stop - 1`
@@ -88,7 +90,8 @@ def attach_columns(rows: Any, columns: Dataset) -> Dataset:
         return columns
     stale = [name for name in (*TOP_K_COLUMNS, *RERANK_COLUMNS, WORDS_COLUMN) if name in rows.column_names]
     kept = rows.with_format(None).remove_columns(stale)
-    return concatenate_datasets([kept, columns], axis=1)
+    with no_progress_bars():
+        return concatenate_datasets([kept, columns], axis=1)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,11 @@ def test_ci_finds_the_test_command() -> None:
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each target has rows with its own adjective's sign on top."""
+    """The model knows what it is asked about, and each target has rows with its own adjective's sign on top."""
     monkeypatch.chdir(tmp_path)
     namespace = run_page("README.md", {}, hf_trak_command)
     scored, labels = namespace["scored"], namespace["rows"]["labels"][:]
+    logits = namespace["trainer"].predict(namespace["rows"].select([18, 22])).predictions
+    assert (logits[0, 1] - logits[0, 0] > 2) and (logits[1, 0] - logits[1, 1] > 2)
     assert [[labels[row] for row in rows] for rows in scored["trak_indices"]] == [[1, 1, 1], [0, 0, 0]]
     assert "the end was good <- ['the " in capsys.readouterr().out

@@ -362,7 +362,7 @@ def test_verdicts() -> None:
     assert "lowers" in result(change=-0.5).verdict
     assert result(similar=0.6).verdict.endswith("resemblance alone explains it.")
     assert result(similar=-0.6).verdict.endswith("change it by -0.6.")
-    assert result(change=0.1).verdict.startswith("No effect")
+    assert result(change=0.1).verdict.startswith("No effect") and "more rows at once" in result(change=0.1).verdict
     # three spreads away, but within what random rows do
     assert not result(change=0.9, random=(1.0, *[0.0] * 30)).has_effect
     # random rows that change nothing at all: rounding is no effect

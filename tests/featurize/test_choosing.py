@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
 from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor
@@ -134,3 +135,28 @@ def test_figures_and_page_are_those_of_the_benchmarks(monkeypatch) -> None:
     assert page.strip() == which_method.table(figures)
     assert figures["gpt2"]["lds"]["exact, hybrid"] == 0.54 and len(figures) == 7
     sys.modules.pop("which_method")
+
+
+def test_what_people_see(
+    directory: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A line for each stage, the choice once, bars with names, and nothing of how columns are put together."""
+    attributor = with_budget(directory, "fast")
+    monkeypatch.setattr(sys.modules["datasets.utils.tqdm"], "HF_DATASETS_DISABLE_PROGRESS_BARS", None)
+    enable_progress_bars()
+    attributor.featurize()
+    for targets in (TARGETS.select([2, 0]), TARGETS.select([3, 1])):
+        attributor.attribute(targets, top_k=3)
+    shown = capfd.readouterr().err
+    assert shown.count("The features of 10 rows are in ") == 1 and shown.count("takes Index()") == 1
+    assert shown.count("Index() scored 10 rows for 2 targets in ") == 2
+    assert "targets, checkpoint 0: " in shown and "targets-" not in shown and "Flattening" not in shown
+    with caplog.at_level(logging.INFO, "hf_trak"):
+        attributor.attribute(TARGETS, top_k=3)
+    assert "Index() scored" in caplog.text and "Index() scored" not in capfd.readouterr().err
+    disable_progress_bars()
+    attributor.attribute(TARGETS, top_k=2)
+    assert "scored" not in capfd.readouterr().err

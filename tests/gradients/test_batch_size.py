@@ -242,5 +242,5 @@ def test_short_runs_announce_nothing(caplog):
 
 def test_durations():
     assert [duration(s) for s in (0.4, 59.4, 60, 3599, 3600, 7512)] == [
-        "0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "2 h 5 min",
+        "0.4 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "2 h 5 min",
     ]  # fmt: skip
