@@ -14,23 +14,27 @@ its shards, which the shards that are made of a table must have again.
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from datasets import Dataset
 from torch import Tensor
 
-from hf_trak.errors import StoreError
+from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import atomic_directory, atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.sealed import check_seal, sealed_bytes, unsealed
 from hf_trak.store.shard_set import Shard, ShardSet, check_values
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.store import FeatureStore
+
+if TYPE_CHECKING:  # slow to import, and no worker needs it
+    from datasets import Dataset
 
 ROW_ID, FEATURES, CODES, SCALE, WEIGHT = "row_id", "features", "codes", "scale", "q"
 OWN = (ROW_ID, FEATURES, CODES, SCALE, WEIGHT)
@@ -137,7 +141,7 @@ def _broken(batch: pa.RecordBatch | pa.Table, problem: str) -> StoreError:
     )
 
 
-def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: Dataset | None = None) -> Path:
+def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: "Dataset | None" = None) -> Path:
     """Write the features of a checkpoint as one Parquet file.
 
     Args:
@@ -207,14 +211,100 @@ def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureSt
         )
     with atomic_directory(Path(directory)) as place:
         for path in paths:
-            try:
-                with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                    _read_table(file, Path(path), place)
-            except (OSError, pa.ArrowException) as error:
-                if isinstance(error, StoreError):
-                    raise
-                raise _not_a_table(path, str(error)) from error
+            with _opened(path) as file:
+                _read_table(file, Path(path), place)
     return FeatureStore.load(directory)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise _not_a_table(path, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A row group of a table: rows `start` to `stop` of the index."""
+
+    path: str
+    row_group: int
+    start: int
+    stop: int
+
+
+def fragments_of(paths: Sequence[str | Path]) -> list[Fragment]:
+    """List the row groups of tables that together have each row of a checkpoint once; only their footers are read.
+
+    Args:
+        paths (`Sequence[str]` or `Sequence[Path]`):
+            Files, and directories of `.parquet` files. Rows may be divided among them as one likes, in their order.
+
+    Returns:
+        `list[Fragment]`: by row.
+
+    Raises:
+        ValueError: there is no file.
+        ConfigMismatchError: the files come from different stores or checkpoints.
+        IncompleteStoreError: rows are missing, or there twice.
+        StoreError: a file cannot be read, or the rows of a row group do not follow each other.
+    """
+    places = [Path(path).absolute() for path in paths]
+    files = [file for place in places for file in (sorted(place.glob("*.parquet")) if place.is_dir() else [place])]
+    if not files:
+        raise ValueError(
+            f"Given the paths {[str(path) for path in paths]}. Expected tables of a checkpoint. Name them."
+        )
+    found, facts = list[Fragment](), dict[str, Any]()
+    for path in files:
+        with _opened(path) as file:
+            of_file = _facts(file, path)
+            if of_file != (facts or of_file):
+                raise ConfigMismatchError(
+                    f"{path} and {files[0]} come from different stores or checkpoints. Expected tables of one "
+                    "checkpoint. Name its files."
+                )
+            facts = of_file
+            found += [_fragment(file, path, group) for group in range(file.num_row_groups)]
+    found.sort(key=lambda one: one.start)
+    rows = facts["config"].get("train_size")
+    ends = [0, *(one.stop for one in found)]
+    for end, start in zip(ends, [*(one.start for one in found), rows], strict=True):
+        if end != start:
+            raise IncompleteStoreError(
+                f"After row {end - 1} of {rows}, the {len(files)} tables at {[str(path) for path in paths][:5]} have "
+                f"row {start}. Expected each row once. Name all files of the checkpoint, none of them twice."
+            )
+    return found
+
+
+def _fragment(file: pq.ParquetFile, path: Path, group: int) -> Fragment:
+    part = file.metadata.row_group(group)
+    columns = (part.column(index) for index in range(part.num_columns))
+    facts = next((column.statistics for column in columns if column.path_in_schema == ROW_ID), None)
+    if facts is None or not facts.has_min_max or facts.max - facts.min + 1 != part.num_rows:
+        raise _not_a_table(path, f"`{ROW_ID}` of its row group {group} does not count up. Sort the table by it")
+    return Fragment(str(path), group, facts.min, facts.max + 1)
+
+
+def read_fragment(fragment: Fragment) -> pa.Table:
+    """Read a row group, without the columns of the training rows, after the checksums of its pages were compared.
+
+    Raises:
+        StoreError: the file cannot be read, is damaged, or has other rows there.
+    """
+    with _opened(fragment.path) as file:
+        names = [name for name in OWN if name in file.schema_arrow.names]
+        table = file.read_row_group(fragment.row_group, columns=names)
+    if not np.array_equal(table.column(ROW_ID).to_numpy(), np.arange(fragment.start, fragment.stop)):
+        raise _not_a_table(
+            fragment.path, f"its row group {fragment.row_group} has not rows {fragment.start} to {fragment.stop - 1}"
+        )
+    return table
 
 
 def _read_table(file: pq.ParquetFile, path: Path, place: Path) -> None:

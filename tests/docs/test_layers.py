@@ -75,7 +75,7 @@ def test_importing_the_library_loads_nothing_heavy() -> None:
 
 OPTIONAL = {
     "PIL", "bitsandbytes", "deepspeed", "diffusers", "faiss", "gradio", "kernels", "matplotlib", "open_clip",
-    "peft", "scipy", "sentence_transformers", "sklearn", "timm", "torchvision", "trl",
+    "peft", "pyspark", "ray", "scipy", "sentence_transformers", "sklearn", "timm", "torchvision", "trl",
 }  # fmt: skip
 """Packages that an installation without extras need not have."""
 

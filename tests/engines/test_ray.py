@@ -1,0 +1,63 @@
+"""Ray as an engine, with two workers: the bits of `attribute`, also after kills; damage is named."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import TableIndex, check_answers, check_killed, damage, table_index
+
+from hf_trak.engines.engine import best_rows
+from hf_trak.errors import StoreError
+
+ray: Any = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> TableIndex:
+    return table_index(tmp_path_factory.mktemp("index"), "int4")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    """Ray on this machine, whose processes find the library and the tests' modules."""
+    # Paths of sockets have 107 characters at most; those of pytest's directories are too long.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        options = {"object_store_memory": 80 * 2**20, "include_dashboard": False, "log_to_driver": False}
+        ray.init("local", num_cpus=2, _temp_dir=place, **options)
+        from hf_trak.engines.ray import RayEngine
+
+        yield RayEngine(num_cpus=1)
+        ray.shutdown()
+
+
+def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
+    check_answers(engine, index)
+
+
+def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_killed(engine, index, tmp_path, kills=3)
+
+
+def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    shutil.copytree(index.directory, tmp_path / "tables")
+    path = damage(tmp_path / "tables")
+    with pytest.raises(StoreError, match=rf"Ray has given up a part .*StoreError: {path} cannot be used"):
+        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
+
+
+def test_parts_that_ray_leaves_out_are_missed(
+    engine: Any, index: TableIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(index.directory, tmp_path / "tables")
+    damage(tmp_path / "tables")
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "max_errored_blocks", 1)
+    with pytest.raises(StoreError, match="RayEngine has returned 1 of 9 parts incompletely"):
+        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
