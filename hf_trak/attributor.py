@@ -558,10 +558,11 @@ class TrakAttributor:
             singles = single_labels(self.task, batches, eval_dataset)
             chosen = self._asked(eval_dataset, method, name, checkpoints, None)[0]
             scored = self._attributed(eval_dataset, top_k, chosen, per, None, name, checkpoints)
-            last, alone = self._last, None if name is None else f"{name}-tokens"
+            last, alone = last_result(self), None if name is None else f"{name}-tokens"
             parts = self._attributed(singles, None, chosen, per, None, alone, checkpoints)
-            self._last = last
-            return with_token_scores(scored, parts)
+            broken_down = with_token_scores(scored, parts)
+            self._last = replace(last, scored=broken_down)
+            return broken_down
 
     def _attributed(
         self,

@@ -50,10 +50,13 @@ class StoredRows:
 
     def _value(self, name: str, value: Any) -> Any:
         feature = self.features[name]
-        if isinstance(feature, Image):
-            if isinstance(value, Mapping):
-                return EncodedImage(value.get("bytes"), value.get("path"), feature.mode)
-            return value
+        kind = feature.feature if isinstance(feature, List | LargeList) else feature
+        if isinstance(kind, Image):
+            images = [
+                EncodedImage(one.get("bytes"), one.get("path"), kind.mode) if isinstance(one, Mapping) else one
+                for one in (value if isinstance(value, list) else [value])
+            ]
+            return images if isinstance(value, list) else images[0]
         try:
             return self._decoded.decode_example({name: value})[name]
         except (LookupError, RecursionError, TypeError, ValueError):
@@ -218,7 +221,7 @@ class Columns:
                 f"There is no column {missing} among {list(first)}. Expected columns that exist. Correct "
                 "`image_column`, `text_columns` and `label_column`, or leave them out."
             )
-        image = image_column or next((name for name in features if isinstance(features[name], Image)), None)
+        image = image_column or next((name for name in features if _holds_images(features[name])), None)
         if image is None:
             image = next((name for name in _IMAGE_NAMES if _is_picture(first.get(name))), None)
         label = label_column or _label(first, features)
@@ -236,6 +239,7 @@ class Content:
     """The contents of one row. Missing parts are `None` or empty."""
 
     image: Any = None
+    """The first one of several."""
     texts: tuple[tuple[str, str], ...] = ()
     """Pairs of column and text."""
     label: str | None = None
@@ -251,6 +255,8 @@ def content_of(row: Any, columns: Columns) -> Content:
     """
     row = as_row(row)
     image = row.get(columns.image) if columns.image else None
+    if isinstance(image, list) and (not image or _is_image(image[0])):
+        image = image[0] if image else None
     texts = tuple((name, _as_text(row[name])) for name in columns.texts if row.get(name) is not None)
     return Content(
         image=image,
@@ -302,10 +308,20 @@ def raw(dataset: Any) -> Any:
     return dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
 
 
+def _holds_images(feature: Any) -> bool:
+    return isinstance(feature.feature if isinstance(feature, List | LargeList) else feature, Image)
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, EncodedImage) or hasattr(value, "convert")
+
+
 def _is_picture(value: Any) -> bool:
-    if hasattr(value, "convert"):
+    if _is_image(value):
         return True
     if isinstance(value, list):
+        if value and _is_image(value[0]):
+            return True
         if not (value and isinstance(value[0], list)):
             return False
         try:
@@ -351,10 +367,17 @@ def _is_chat(value: Any) -> bool:
 def _as_text(value: Any) -> str:
     try:
         if _is_chat(value):
-            return "\n".join(f"{turn.get('role', '')}: {turn['content']}" for turn in value)
+            return "\n".join(f"{turn.get('role', '')}: {_said(turn['content'])}" for turn in value)
         return value if isinstance(value, str) else str(value)
     except RecursionError:
         return "(values nested too deeply to be shown)"
+
+
+def _said(content: Any) -> Any:
+    """Join the texts of a turn that consists of parts, such as images and texts."""
+    if not (isinstance(content, list) and all(isinstance(part, Mapping) for part in content)):
+        return content
+    return " ".join(part["text"] for part in content if isinstance(part.get("text"), str))
 
 
 def _name(label: Any, columns: Columns) -> str | None:

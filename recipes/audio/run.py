@@ -16,6 +16,7 @@ import numpy as np
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
 from kit.files import save_dataset, write_json
+from kit.outcome import write_report
 from sounds import BANDS, FRAMES, KINDS, TAKEN_FOR, draw
 from transformers import (
     ASTConfig,
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
+    write_report(attributor, args.output_dir, label_names=KINDS)
 
     wrong = np.asarray(rows["mislabelled"][:])
     found = {

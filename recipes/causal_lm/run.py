@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from kit import splits
 from kit.files import save_dataset, write_json
-from kit.outcome import attributions, print_attributions
+from kit.outcome import attributions, print_attributions, write_report
 from kit.python_text import python_reference
 from kit.splits import SplitArguments
 from kit.text_models import train_tokenizer
@@ -135,12 +135,20 @@ def build_model(args: RecipeArguments, data: DataArguments, train: Dataset) -> t
 
 
 def tokenized(rows: Dataset, tokenizer: Any, args: RecipeArguments, data: DataArguments) -> Dataset:
-    """Make one sample per document: its first `block_size` tokens, all of them labels."""
+    """Make one sample per document: its first `block_size` tokens, all labels, and their places in the text."""
 
-    def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:
-        encoded = tokenizer(row[data.text_column], truncation=True, max_length=args.block_size)
+    def tokenize(row: dict[str, Any]) -> dict[str, list[Any]]:
+        encoded = tokenizer(
+            row[data.text_column],
+            truncation=True,
+            max_length=args.block_size,
+            return_offsets_mapping=tokenizer.is_fast,
+        )
         ids = [*encoded["input_ids"], tokenizer.eos_token_id][: args.block_size]
-        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+        places = {}
+        if tokenizer.is_fast:  # a report marks words by them
+            places = {"offset_mapping": [*encoded["offset_mapping"], (0, 0)][: args.block_size]}
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids, **places}
 
     return rows.map(tokenize, desc="Tokenizing")
 
@@ -193,6 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     outcome = train_and_attribute(trainer, args, trak, settings, targets_of)
     shown = outcome.targets.select(range(min(args.num_targets, len(outcome.targets))))
     by_token = outcome.attributor.attribute(shown, top_k=args.texts_per_side, method=outcome.method, per_token=True)
+    write_report(outcome.attributor, output_dir, text_columns=[data.text_column], examples=args.texts_per_side)
     loss = trainer.evaluate(target_tokens)["eval_loss"]
     if trainer.is_world_process_zero():
         facts = {**outcome.facts(trak, data, args), "perplexity": math.exp(loss)}

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from kit.files import save_dataset, write_json
 from kit.grid import image_grid
-from kit.outcome import attributions, print_attributions
+from kit.outcome import attributions, print_attributions, write_report
 from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from open_clip.loss import SigLipLoss
 from open_clip.transform import image_transform
@@ -209,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     task = kind(simulated_batch_size=args.simulated_negatives)
     outcome = train_and_attribute(trainer, args, trak, settings, targets, task)
     attributor = outcome.attributor
+    write_report(attributor, Path(args.output_dir), image_column=data.image_column, text_columns=[data.caption_column])
     found = {"swapped": find_swapped(attributor, train, data, args.top_k)} if data.swapped_captions else {}
 
     if trainer.is_world_process_zero():

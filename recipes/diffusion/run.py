@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset
 from denoiser import SCHEDULE, generate, train
 from kit.files import save_dataset, write_json
+from kit.outcome import write_report
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -103,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     task = DiffusionModelOutput(SCHEDULE, args.function, timesteps=args.timesteps)
     attributor = TrakAttributor(model, config, rows, task=task).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
+    write_report(attributor, args.output_dir, label_column="marked", label_names=["without a mark", "marked"])
 
     found = shares(scored, rows)
     save_dataset(rows, args.output_dir / "train")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from kit.files import save_dataset, write_json
-from kit.outcome import attributions, print_attributions, shortened
+from kit.outcome import attributions, print_attributions, shortened, write_report
 from kit.text_models import train_tokenizer
 from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from preference_data import DataArguments, as_text, load_preferences
@@ -167,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = args.settings("model_name_or_path", "max_length", "beta", "loss_type", "lora_r")
     settings |= {"train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, targets)
+    write_report(outcome.attributor, Path(args.output_dir))
     together = outcome.attributor.attribute(targets, top_k=args.top_k, method=outcome.method, group_by="all")
     if trainer.is_world_process_zero():
         rows = outcome.attributor.train_dataset

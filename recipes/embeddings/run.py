@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
 from kit.files import save_dataset, write_json
-from kit.outcome import shortened
+from kit.outcome import shortened, write_report
 from kit.text_models import train_tokenizer
 from sentence_transformers import (
     SentenceTransformer,
@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     task = EmbeddingPairsModelOutput(trainer.loss.scale, batch_size=BATCH_SIZE, target="negatives")
     attributor = TrakAttributor.from_trainer(trainer, config, task).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
+    write_report(attributor, args.output_dir)
     together = attributor.attribute(targets, top_k=args.top_k, group_by="all")
 
     planted = np.asarray(rows["planted"][:])

@@ -78,9 +78,7 @@ def present(
         ],
         **facts,
     }
-    column = f"{data.label_column}_predicted"
-    feature = found.train.features[data.label_column]
-    save_dataset(found.scored.add_column(column, guesses.tolist(), feature=feature), output_dir / "scored")
+    save_dataset(found.scored, output_dir / "scored")
     picture = image_grid(
         found.scored,
         found.train,

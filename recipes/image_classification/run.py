@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from image_data import DataArguments, load_splits
 from kit.files import save_dataset
+from kit.outcome import write_report
 from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from PIL import Image as PILImage
 from presentation import Attribution, present
@@ -138,16 +139,23 @@ def main(argv: list[str] | None = None) -> None:
     )
     settings = args.settings("model_name_or_path", "architecture", "image_size")
     settings |= {"label_column": data.label_column, "train_dataset": fingerprint_dataset(train)}
-    seen_targets = with_pixels(targets, preprocess, data)
-    outcome = train_and_attribute(trainer, args, trak, settings, seen_targets)
-    prediction = trainer.predict(seen_targets)
+
+    def with_guesses(_: PreTrainedModel) -> Dataset:
+        guesses = trainer.predict(with_pixels(targets, preprocess, data)).predictions.argmax(axis=-1)
+        feature = train.features[data.label_column]
+        guessed = targets.add_column(f"{data.label_column}_predicted", guesses, feature=feature)
+        return with_pixels(guessed, preprocess, data)
+
+    outcome = train_and_attribute(trainer, args, trak, settings, with_guesses)
+    logits = trainer.predict(outcome.targets).predictions
+    write_report(outcome.attributor, output_dir, image_column=data.image_column, label_column=data.label_column)
     self_influence = outcome.attributor.self_influence(method=outcome.method)
 
     if trainer.is_world_process_zero():
         if args.save_train_dataset:
             save_dataset(train, output_dir / "train")
         present(
-            Attribution(train, outcome.scored, prediction.predictions, self_influence),
+            Attribution(train, outcome.scored, logits, self_influence),
             data,
             output_dir,
             num_targets=args.num_targets,

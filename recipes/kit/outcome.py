@@ -1,10 +1,14 @@
-"""The output of recipes: for each target the training rows with the highest and the lowest scores."""
+"""The output of recipes: for each target the training rows with the highest and the lowest scores, and a report."""
 
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset
+
+from hf_trak import TrakAttributor
 
 SIDES = {"helped_most": ("trak_", 1), "harmed_most": ("trak_harmful_", -1)}
 """Prefix of the columns of either side, and the sign of its scores."""
@@ -53,3 +57,15 @@ def print_attributions(found: Sequence[dict[str, Any]], headline: Callable[[dict
 def shortened(text: str, width: int = 90) -> str:
     """Return the beginning of a text, on one line."""
     return textwrap.shorten(text, width, placeholder=" …")
+
+
+def write_report(attributor: TrakAttributor, output_dir: Path, **options: Any) -> None:
+    """Write the last answer of an attributor as `report.html`. All processes call this.
+
+    Args:
+        attributor: the attributor.
+        output_dir: where the file goes.
+        options: those of `TrakAttributor.report`.
+    """
+    path = attributor.report(output_dir / "report.html", **options)
+    PartialState().print(f"Report:  {path}")

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from instruction_data import DataArguments, as_text, load_instructions, tokenized
 from kit.files import save_dataset, write_json
-from kit.outcome import attributions, print_attributions
+from kit.outcome import attributions, print_attributions, write_report
 from kit.text_models import train_tokenizer
 from kit.training import TrainingRecipeArguments, start, train_and_attribute
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -163,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     settings |= {"train_dataset": fingerprint_dataset(train)}
     outcome = train_and_attribute(trainer, args, trak, settings, target_tokens)
+    write_report(outcome.attributor, Path(args.output_dir), text_columns=[data.prompt_column, data.completion_column])
     if trainer.is_world_process_zero():
         present(train, targets, outcome.scored, args, data, outcome.facts(trak, data, args))
     trainer.accelerator.wait_for_everyone()

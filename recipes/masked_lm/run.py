@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
 from kit.files import save_dataset, write_json
-from kit.outcome import shortened
+from kit.outcome import shortened, write_report
 from kit.python_text import python_reference
 from kit.text_models import train_tokenizer
 from transformers import (
@@ -119,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
+    write_report(attributor, args.output_dir)
 
     planted = np.asarray(rows["planted"][:])
     share = planted[np.asarray(scored["trak_indices"][:])].mean(axis=1)

@@ -18,7 +18,7 @@ import torch
 from datasets import ClassLabel, Dataset
 from kit import splits
 from kit.files import save_dataset, write_json
-from kit.outcome import attributions, print_attributions
+from kit.outcome import attributions, print_attributions, write_report
 from kit.python_text import python_packages
 from kit.splits import SplitArguments
 from kit.text_models import train_tokenizer
@@ -149,8 +149,14 @@ def main(argv: list[str] | None = None) -> None:
     trainer = Trainer(model=model, args=training, train_dataset=train_tokens, processing_class=tokenizer)
     settings = args.settings("model_name_or_path", "max_length")
     settings |= {"text_columns": data.text_columns, "train_dataset": fingerprint_dataset(train)}
-    outcome = train_and_attribute(trainer, args, trak, settings, target_tokens)
-    logits = trainer.predict(target_tokens).predictions
+
+    def with_guesses(_: PreTrainedModel) -> Dataset:
+        guesses = trainer.predict(target_tokens).predictions.argmax(axis=-1)
+        return target_tokens.add_column("predicted", guesses, feature=train.features[data.label_column])
+
+    outcome = train_and_attribute(trainer, args, trak, settings, with_guesses)
+    logits = trainer.predict(outcome.targets).predictions
+    write_report(outcome.attributor, output_dir, text_columns=data.text_columns, label_column=data.label_column)
     self_influence = outcome.attributor.self_influence(method=outcome.method)
     if trainer.is_world_process_zero():
         facts = outcome.facts(trak, data, args)
@@ -189,10 +195,9 @@ def present(
     strange = self_influence.argsort(descending=True)[:20].tolist()
     accuracy = float((guesses == labels).mean())
     same = float((train_labels[helpers] == labels[:, None]).mean())
-    shown = {*targets.column_names, *TOP_K_COLUMNS}
+    shown = {*targets.column_names, "predicted", *TOP_K_COLUMNS}
     kept = scored.select_columns([name for name in scored.column_names if name in shown])
-    kept = kept.add_column("predicted", guesses.tolist())
-    save_dataset(kept.cast_column("predicted", train.features[data.label_column]), output_dir / "scored")
+    save_dataset(kept, output_dir / "scored")
     save_dataset(train, output_dir / "train")
     write_json(
         output_dir / "summary.json",

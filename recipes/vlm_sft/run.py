@@ -19,6 +19,7 @@ from chat_data import ASKED, DIGITS, SAID, load, processor
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
 from kit.files import save_dataset, write_json
+from kit.outcome import write_report
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
+    write_report(attributor, args.output_dir)
 
     wrong = np.asarray(rows["wrong"][:])
     found = {

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from datasets import load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 RECIPE = ROOT / "recipes" / "audio"
 
@@ -36,10 +36,17 @@ def test_the_sounds(recipe):
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 24 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} - {"training"} == {"scored", "train", "summary.json", "trak"}
+    assert {path.name for path in tmp_path.iterdir()} - {"training"} == {
+        "scored",
+        "train",
+        "summary.json",
+        "report.html",
+        "trak",
+    }
     scored = load_from_disk(str(tmp_path / "scored"))
     assert scored["kind"][:] == ["rising"] * 2
     assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
+    assert "falling" in report_of(tmp_path)
     assert "are rising and labelled as falling" in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from kit.python_text import python_reference
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
@@ -57,6 +57,8 @@ def test_a_run_leaves_scores_document_by_document_and_token_by_token(finished):
         best = target["words"][0]
         assert best["score"] == pytest.approx(parts[0].max()) and best["position"] == 1 + int(parts[0].argmax())
         assert f"{best['token']!r} ({best['score']:+.3g})" in printed
+    page = report_of(out, "by_token", 3)
+    assert by_token[0]["text"][:20] in page and page.count("Marked: the part of the text") == 2
 
 
 def test_a_prompt_is_explained_with_the_same_features(finished):

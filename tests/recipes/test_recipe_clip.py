@@ -9,7 +9,7 @@ import open_clip
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
 
@@ -71,6 +71,8 @@ def test_scores_refer_to_the_training_pairs(finished):
         assert [item["row"] for item in target["harmed_most"]] == row["trak_harmful_indices"][:3]
         assert f"Target {target['row']}: {row['caption']!r}" in printed
     assert (out / "attribution.png").stat().st_size > 10_000
+    page = report_of(out)
+    assert page.count("<image ") > 24 and scored[0]["caption"] in page
 
 
 def test_the_same_command_again_computes_nothing(finished, recipe, capsys):

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 from datasets import load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 RECIPE = ROOT / "recipes" / "diffusion"
 
@@ -32,9 +32,11 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 20 --marked 2 --training_steps 3 --timesteps 2 --num_draws 1 --proj_dim 16 --num_targets 2"
     recipe.main([*small.split(), *CPU, "--top_k", "3", "--output_dir", str(tmp_path)])
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"scored", "train", "summary.json", "model.safetensors", "trak"}
+    assert names == {"scored", "train", "summary.json", "report.html", "model.safetensors", "trak"}
     scored = load_from_disk(str(tmp_path / "scored"))
     assert all(len(rows) == 3 for rows in scored["trak_indices"])
+    page = report_of(tmp_path)
+    assert page.count("<image ") >= 4 and "without a mark" in page
     assert "of the training images have a mark" in capsys.readouterr().out
 
 

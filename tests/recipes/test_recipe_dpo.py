@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 pytest.importorskip("trl")
 
@@ -47,6 +47,8 @@ def test_swapped_pairs_harmed_the_targets(finished):
     assert summary["swapped_among_most_helpful"] <= 0.4
     scored, train = (load_from_disk(out / name) for name in ("scored", "train"))
     assert len(scored) == 24 and "ref_chosen_logps" in train.column_names
+    page = report_of(out)
+    assert scored[0]["chosen"][:60] in page and scored[0]["rejected"][:60] in page
     assert "Target mean: all of them together" in printed
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 from datasets import load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 pytest.importorskip("sentence_transformers")
 RECIPE = ROOT / "recipes" / "embeddings"
@@ -52,9 +52,10 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows_per_topic 8 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])
     names = {path.name for path in tmp_path.iterdir()} - {"training"}
-    assert names == {"scored", "train", "summary.json", "trak", "model"}
+    assert names == {"scored", "train", "summary.json", "report.html", "trak", "model"}
     scored = load_from_disk(str(tmp_path / "scored"))
     assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
+    assert scored[0]["negative"] in report_of(tmp_path)
     assert "training pairs are wrong" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_from_disk
 from kit.training import spread
 from PIL import Image as PILImage
+from recipe_runs import report_of
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -99,6 +100,8 @@ def test_the_summary_agrees_with_the_scores(finished):
     scored, train = (load_from_disk(directory / "out" / name) for name in ("scored", "train"))
     wrong = [row for row in range(30) if scored[row]["label"] != scored[row]["label_predicted"]]
     assert summary["accuracy"] == pytest.approx(1 - len(wrong) / 30)
+    page = report_of(directory / "out")
+    assert page.count("<image ") > 30 and page.count('class="wrong"') == len(wrong)
     assert [Path(path).name for path in summary["checkpoints"]] == ["checkpoint-5", "checkpoint-10"]
     assert len(summary["attributions"]) == 2
     for target in summary["attributions"]:

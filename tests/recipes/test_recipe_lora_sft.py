@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
@@ -48,6 +48,8 @@ def test_the_example_with_the_answer_comes_first(finished):
     share = np.mean([a == b for a, b in zip(first, scored["completion"], strict=True)])
     assert summary["same_completion_first"] == pytest.approx(share)
     assert share > 0.75  # by chance 1/80
+    page = report_of(out)
+    assert scored[0]["prompt"] in page and train[scored[0]["trak_indices"][0]]["completion"].strip() in page
     assert "Target 0: Question: Explain" in printed
 
 

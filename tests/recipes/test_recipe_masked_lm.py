@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 from datasets import load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 RECIPE = ROOT / "recipes" / "masked_lm"
 
@@ -32,9 +32,10 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 20 --num_train_epochs 1 --num_draws 2 --proj_dim 16 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])
     names = {path.name for path in tmp_path.iterdir()} - {"training"}
-    assert names == {"scored", "train", "summary.json", "trak"}
+    assert names == {"scored", "train", "summary.json", "report.html", "trak"}
     scored = load_from_disk(str(tmp_path / "scored"))
     assert all(len(rows) == 3 for rows in scored["trak_indices"])
+    assert recipe.TARGETS[0] in report_of(tmp_path)
     assert "training rows were planted" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from kit.python_text import PACKAGES, docstrings, python_packages
-from recipe_runs import CPU, ROOT, commands_of, imported
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of
 
 from hf_trak import TrakConfig
 from hf_trak.cli.parser import parse_yaml_and_args
@@ -68,6 +68,8 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
             assert item["label"] == PACKAGES[train[item["row"]]["label"]]
         assert f"row {target['helped_most'][0]['row']:>6}" in printed
     assert f"accuracy {summary['accuracy']:.1%}" in printed
+    page = report_of(out)
+    assert scored[0]["text"][:80] in page and page.count('class="wrong"') == wrong.sum()
 
 
 def test_the_same_run_again_computes_nothing(finished, recipe):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from datasets import load_from_disk
-from recipe_runs import CPU, ROOT, commands_of, imported, run_script
+from recipe_runs import CPU, ROOT, commands_of, imported, report_of, run_script
 
 pytest.importorskip("trl")
 RECIPE = ROOT / "recipes" / "vlm_sft"
@@ -33,11 +33,19 @@ def test_the_chats(recipe):
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 24 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} - {"training"} == {"scored", "train", "summary.json", "trak"}
+    assert {path.name for path in tmp_path.iterdir()} - {"training"} == {
+        "scored",
+        "train",
+        "summary.json",
+        "report.html",
+        "trak",
+    }
     scored = load_from_disk(str(tmp_path / "scored"))
     assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert len(summary["answers"]) == 2 and set(summary["answers"]) <= set(recipe.DIGITS)
+    page = report_of(tmp_path)
+    assert page.count("<image ") >= 2 and "user: what digit is this" in page
     assert "call a three eight" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image, Value, load_from_disk
+from datasets import ClassLabel, Dataset, Features, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.attributor import last_result
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report import AttributionRun, ReportOptions, ScoreDistributions, show_target, write_report
-from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, visible
+from hf_trak.report.content import Columns, Piece, Span, content_of, pieces, stored, visible
 from hf_trak.report.images import PictureBook
 from hf_trak.report.run_record import find_run
 from hf_trak.report.views import signed
@@ -180,8 +180,18 @@ def test_columns_are_found_by_type_and_name():
     pair = Dataset.from_dict({"premise": ["p"], "hypothesis": ["h"], "labels": [-1], "input_ids": [[1, 2]]})
     assert Columns.find(pair).texts == ("premise", "hypothesis")
     assert content_of(pair[0], Columns.find(pair, label_names=["x"])).label == "-1"
+    turns = {"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})}
     chat = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}]
     assert content_of(chat[0], Columns.find(chat)).texts == (("messages", "user: hi\nassistant: hello"),)
+    asked = [{"type": "image", "text": None}, {"type": "text", "text": "what is this"}]
+    shown = {"images": [[picture, picture], []], "prompt": [[{"role": "user", "content": asked}]] * 2}
+    seen = Dataset.from_dict(shown, features=Features({"images": List(Image()), "prompt": List(turns)}))
+    for read in (seen, stored(seen)):
+        found = Columns.find(read)
+        assert (found.image, found.texts) == ("images", ("prompt",))
+        assert PictureBook().add(content_of(read[0], found).image).width == 4
+        assert content_of(read[0], found).texts == (("prompt", "user: what is this"),)
+        assert content_of(read[1], found).image is None
     numbers = [(torch.rand(1, 8, 8), torch.tensor(3))]
     assert content_of(numbers[0], Columns.find(numbers)).label == "3"
     assert Columns.find(numbers).image == "image"
