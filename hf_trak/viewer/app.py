@@ -119,7 +119,7 @@ def make_app(session: Session) -> "gradio.Blocks":
     with _blocks(gr)(
         title=session.title, analytics_enabled=False, fill_width=True, delete_cache=(_SECONDS_KEPT, _SECONDS_KEPT)
     ) as blocks:
-        page.lay_out()
+        page.lay_out(blocks)
     blocks.queue(default_concurrency_limit=1, max_size=32, api_open=False)
     share_queue(blocks._queue)
     return blocks
@@ -152,7 +152,7 @@ class _Page:
         self.handlers = handlers
         self.session = handlers.session
 
-    def lay_out(self) -> None:
+    def lay_out(self, blocks: Any) -> None:
         gr, rows = self.gr, self.session.rows
         gr.HTML(f"<h1>{message_of(ValueError(self.session.title))}</h1>")
         answer = gr.State(None, time_to_live=_SECONDS_KEPT)
@@ -162,7 +162,7 @@ class _Page:
                     self._ask(self.session, answer)
             elif isinstance(self.session, RunSession):
                 with gr.Tab("Targets", id="targets"):
-                    self._targets(self.session, answer)
+                    self._targets(self.session, answer, blocks)
             with gr.Tab("Rows", id="rows"):
                 self._rows()
             if rows.searchable and rows.group_columns():
@@ -191,7 +191,7 @@ class _Page:
         self._on([button.click, *(one.submit for one in submitting)], asked, inputs, [answer, view])
         self._after(answer, listing, view)
 
-    def _targets(self, session: RunSession, answer: Any) -> None:
+    def _targets(self, session: RunSession, answer: Any, blocks: Any) -> None:
         gr = self.gr
         number = gr.Number(0, label=f"Target, 0 to {len(session) - 1}", precision=0, minimum=0, elem_id="target")
         button = gr.Button("Show", variant="primary", elem_id="ask-button")
@@ -201,7 +201,7 @@ class _Page:
             found = self.handlers.target(chosen)
             return found, self.handlers.answer(found, Listing.of(*values))
 
-        self._on([button.click, number.submit], shown, [number, *listing], [answer, view])
+        self._on([blocks.load, button.click, number.submit], shown, [number, *listing], [answer, view])
         self._after(answer, listing, view)
 
     def _fields(self, session: IndexSession) -> tuple[list[Control], list[Any]]:
@@ -209,9 +209,13 @@ class _Page:
         gr, form = self.gr, session.form
         controls, submitting = list[Control](), list[Any]()
         texts = ["json"] if form.as_json else form.texts
+        example = session.rows.example(form.texts)
         for place, name in enumerate(texts):
             label = "Target, one row as JSON" if form.as_json else f"Target: {name}"
-            box = gr.Textbox(label=label, lines=2, max_lines=8, max_length=MOST_CHARACTERS, elem_id=f"field-{place}")
+            box = gr.Textbox(
+                example.get(name, ""), label=label, lines=2, max_lines=8, max_length=MOST_CHARACTERS,
+                elem_id=f"field-{place}",
+            )  # fmt: skip
             controls.append((f"text.{name}", box))
             submitting.append(box)
         if form.upload is not None:

@@ -15,6 +15,7 @@ _BATCH = 10_000
 _TEXT_TYPES = ("string", "large_string")
 _GROUP_TYPES = (*_TEXT_TYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _MOST_GROUPS = 1000
+_FIRST_ROWS, _SHORT = 100, 300
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,18 @@ class TrainRows:
         """
         place = self._place(number)
         return Content() if place is None else content_of(self._read[place], self.columns)
+
+    def example(self, names: Sequence[str]) -> dict[str, str]:
+        """Return short texts of one of the first rows, for the fields of a target; empty without such a row.
+
+        Args:
+            names: columns of text that the row has to have.
+        """
+        for number in self.numbers()[:_FIRST_ROWS].tolist() if self.searchable else ():
+            texts = dict(self.content(number).texts)
+            if names and all(0 < len(texts.get(name, "")) <= _SHORT for name in names):
+                return {name: texts[name] for name in names}
+        return {}
 
     def sound(self, number: int) -> Any:
         """Return the first sound of a row as stored, `{"bytes", "path"}`, or `None`."""

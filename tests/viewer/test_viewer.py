@@ -281,6 +281,12 @@ def test_rows_that_are_not_at_hand_are_numbers(session: IndexSession) -> None:
     assert some.content(3).texts == some.content(7).texts == ()
 
 
+def test_the_example_of_a_target_is_a_short_row() -> None:
+    rows = TrainRows(Dataset.from_dict({"text": ["", "w" * 301, "short", "b"], "topic": list("abcd")}), 4)
+    assert rows.example(["text"]) == {"text": "short"} and rows.example(["text", "topic"])["topic"] == "c"
+    assert rows.example(["other"]) == rows.example([]) == TrainRows(None, N).example(["text"]) == {}
+
+
 # -- saved runs ------------------------------------------------------------------------------------------------------
 
 
