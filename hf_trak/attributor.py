@@ -23,7 +23,7 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
-from hf_trak.evaluation.review import class_column, review_table, sums_and_own, wrong_labels
+from hf_trak.evaluation.review import class_column, doubted_labels, review_table
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -82,6 +82,7 @@ from hf_trak.trajectory.summary import RunSummary
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
+    from hf_trak.report.training import TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -797,15 +798,8 @@ class TrakAttributor:
             )
         chosen = Exact()  # the index finds few wrong labels: it compares rows for one target alone
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
-        column = class_column(rows)
-        doubtful, others = np.flatnonzero(effects < 0), {}
-        if column is not None and len(doubtful):
-            labels = RowGroups.of(rows, column)
-            question = self._question(rows.select(doubtful), chosen, None, None, None)
-            sums, own = sums_and_own(planned(self.features, question, chosen).blocks, labels, doubtful)
-            found = wrong_labels(sums, own, labels.member.numpy()[doubtful])
-            others = {int(doubtful[one]): labels.values[other] for one, other in found.items()}
-        return review_table(rows, effects, column, others)
+        doubtful = np.flatnonzero(effects < 0)
+        return review_table(rows, effects, class_column(rows), doubted_labels(self.features, doubtful, chosen))
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.
@@ -851,6 +845,58 @@ class TrakAttributor:
         from hf_trak.report.page import ReportOptions, write_report
 
         return write_report(last_result(self).run(self.features), path, ReportOptions(**options))
+
+    def training_report(
+        self,
+        eval_dataset: Any,
+        path: str | Path | None = None,
+        *,
+        method: Method = "auto",
+        train_group_by: GroupBy | None = None,
+        make_trainer: Callable[[Any, int], Any] | None = None,
+        **options: Any,
+    ) -> "TrainingReport":
+        """Report what the training rows did to the validation loss: rows, sources, labels, duplicates, and a proof.
+
+        Nothing has to be featurized; near duplicates take features.
+
+        Args:
+            eval_dataset (`Dataset`):
+                The validation rows, whose mean loss is one target.
+            path (`str` or `Path`, *optional*):
+                An HTML file to write.
+            method (`str` or a dataclass, *optional*, defaults to `"auto"`):
+                [`~hf_trak.Replay`] or [`~hf_trak.Exact`]. `"auto"` replays the run if `TrakCallback(record=True)` has
+                recorded it, and else takes exact scores, whose sizes are rougher.
+            train_group_by (`str` or a sequence, *optional*):
+                The sources: a column of the training dataset, or one value per training row. By default the column
+                `source`, if there is one.
+            make_trainer (`Callable`, *optional*):
+                Proves it: one training without the 5 % of the rows that raised the loss most, and one without as many
+                random ones, by `make_trainer(rows, seed)` as in [`~TrakAttributor.verify_replay`].
+            options:
+                Fields of [`~hf_trak.report.ReportOptions`], such as `title` and `examples`.
+
+        Returns:
+            [`~hf_trak.report.training.TrainingReport`]: the effect of each row in units of the mean loss, and all that
+            the page shows; `print` shows the most of it.
+
+        Raises:
+            TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
+            ValueError: the method is another one, a column does not exist, or the trainer's loss cannot be masked.
+            ImportError: jinja2, or scipy for a proof, is not installed.
+            StoreError: the file cannot be written.
+            All that [`~TrakAttributor.attribute`] raises.
+        """
+        from hf_trak.report.page import ReportOptions
+        from hf_trak.report.training import training_report
+        from hf_trak.report.training_page import write_training_report
+
+        shown = ReportOptions(**options)
+        found = training_report(self.features, eval_dataset, method, train_group_by, make_trainer)
+        if path is not None and self.features.processes.is_main_process:
+            write_training_report(found, self.features, path, shown)
+        return found
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":
         """Write the features into another directory, with fewer bits per number.

@@ -18,6 +18,9 @@ from numpy.typing import ArrayLike
 
 from hf_trak.data.columns import LABELS
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
+from hf_trak.featurize.exact import ExactScores
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.methods import Exact
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 
@@ -56,7 +59,7 @@ def review_table(
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
     reasons, actions = _from_effects(values)
-    for row, first in _repeated(plain.remove_columns([] if label_column is None else [label_column])).items():
+    for row, first in repeated_rows(plain, label_column).items():
         same = label_column is None or plain[row][label_column] == plain[first][label_column]
         reasons[row] = f"the same as row {first}" if same else f"the same as row {first}, with another label"
         actions[row] = "remove" if same else "look"
@@ -75,18 +78,30 @@ def review_table(
 
 def _from_effects(effects: np.ndarray) -> tuple[list[str], list[str]]:
     """Say what effects alone tell: rows that harm the validation set much, and rows that do nothing to it."""
-    low, none = -_HARM * effects.std(), _NONE * np.abs(effects).max(initial=0)
+    low = -_HARM * effects.std()
     reasons = np.full(len(effects), "", dtype=object)
-    reasons[np.abs(effects) <= none] = "no effect"
+    reasons[without_effect(effects)] = "no effect"
     reasons[effects < low] = "harms the validation set"
     return reasons.tolist(), np.where(effects < low, "look", "keep").tolist()
 
 
-def _repeated(rows: Dataset) -> dict[int, int]:
+def without_effect(effects: np.ndarray) -> np.ndarray:
+    """Mark the rows that do nothing to the validation set, beside the row that does most to it: boolean, `(n,)`."""
+    return np.abs(effects) <= _NONE * np.abs(effects).max(initial=0)
+
+
+def repeated_rows(rows: Dataset, label_column: str | None = None) -> dict[int, int]:
     """Map every row that another one before it equals in all columns to the first such row.
 
     Files count by their content. A number that no two rows share, such as an id, does not count.
+
+    Args:
+        rows (`datasets.Dataset`):
+            The rows.
+        label_column (`str`, *optional*):
+            A column that may differ.
     """
+    rows = rows.with_format(None).remove_columns([] if label_column is None else [label_column])
     first: dict[bytes, int] = {}
     found, number = {}, 0
     numbered = [
@@ -163,6 +178,34 @@ def wrong_labels(sums: ArrayLike, own: ArrayLike, labels: ArrayLike) -> dict[int
     against = others.argmin(1)
     doubted = -others[every, against] > confirmed
     return {int(one): int(against[one]) for one in np.flatnonzero(doubted)}
+
+
+def doubted_labels(features: FeaturizedModel, rows: np.ndarray, method: Exact) -> dict[int, Any]:
+    """Find training rows whose label other training rows do not confirm, as targets of whole gradients.
+
+    Args:
+        features (`FeaturizedModel`):
+            The model and its training rows, a `datasets.Dataset`.
+        rows (`np.ndarray` of shape `(m,)`):
+            Numbers of the rows to look at, ascending.
+        method (`Exact`):
+            How they are scored.
+
+    Returns:
+        `dict[int, Any]`: those to which another label fits better, and that label; empty without a column of labels.
+
+    Raises:
+        All that exact scores raise.
+    """
+    train = features.train_dataset
+    column = class_column(train)
+    if column is None or not len(rows):
+        return {}
+    labels = RowGroups.of(train, column)
+    question = features.question(train.select(rows), featurized=False)
+    sums, own = sums_and_own(ExactScores(features, method).plan(question).blocks, labels, rows)
+    found = wrong_labels(sums, own, labels.member.numpy()[rows])
+    return {int(rows[one]): labels.values[other] for one, other in found.items()}
 
 
 def fixed_dataset(table: Dataset) -> Dataset:
@@ -256,6 +299,25 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> Remov
         ValueError: there are no rows, or too many for as many random others.
         ImportError: scipy is not installed.
     """
+    chosen = np.unique(np.asarray(rows, dtype=np.int64))
+    _, without, control = outputs_without(chosen, retraining, seed)
+    gains = without - control
+    return RemovalProof(len(chosen), mean_interval(gains, seed=seed), float((gains > 0).mean()))
+
+
+def outputs_without(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Train once without some rows and once without as many random others.
+
+    Args:
+        rows, retraining, seed: as of [`prove_removal`].
+
+    Returns:
+        The numbers of the random rows, ascending, and the outputs of the targets without `rows` and without these,
+        `(m,)` each.
+
+    Raises:
+        ValueError: there are no rows, or too many for as many random others.
+    """
     n, chosen = len(retraining.train_dataset), np.unique(np.asarray(rows, dtype=np.int64))
     others = np.setdiff1d(np.arange(n), chosen)
     if not 0 < len(chosen) < len(others) or chosen[0] < 0 or chosen[-1] >= n:
@@ -265,5 +327,4 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> Remov
         )
     random = np.random.Generator(np.random.Philox(seed)).choice(others, len(chosen), replace=False)
     without, control = (retraining(np.setdiff1d(np.arange(n), part), seed) for part in (chosen, random))
-    gains = np.asarray(without) - np.asarray(control)
-    return RemovalProof(len(chosen), mean_interval(gains, seed=seed), float((gains > 0).mean()))
+    return np.sort(random), np.asarray(without), np.asarray(control)

@@ -48,7 +48,7 @@ from hf_trak.methods import Exact
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.modelout_functions.classification import RegressionModelOutput
-from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
+from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput, MinusLossModelOutput
 from hf_trak.modelout_functions.sampled import SampledLikelihood
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups
@@ -361,7 +361,7 @@ class ExactScores:
             self.target_dtype,
             targets=self._given(question, model_id),
         )
-        featurizer = self.model.featurizer(projector=form.preconditioning())
+        featurizer = self.model.featurizer(self._target_task(question), form.preconditioning())
         what = f"{question.name}, preconditioned, checkpoint {model_id}"
         featurizer.fill(shards, eval_dataset, model_id, "target", what)
         return shards
@@ -369,11 +369,30 @@ class ExactScores:
     def _directory(self, curvature: Curvature, question: Question, model_id: int) -> Path:
         """Return the directory of what is computed for targets with a curvature."""
         place = self.model.store.experiment_dir(question.name)
-        return place / f"exact-{self._tag(curvature)}" / f"checkpoint-{model_id}"
+        of_loss = "-of-loss" if question.of_loss else ""
+        return place / f"exact-{self._tag(curvature)}{of_loss}" / f"checkpoint-{model_id}"
 
     def _given(self, question: Question, model_id: int) -> str:
         """Identify the targets under a checkpoint."""
-        return content_digest(dict(self.model.store.saved_targets(question.name, model_id).identity))
+        identity = dict(self.model.store.saved_targets(question.name, model_id).identity)
+        return content_digest(identity | ({"of_loss": True} if question.of_loss else {}))
+
+    def _target_task(self, question: Question) -> AbstractModelOutput:
+        """Return what is asked about targets: the output of the task, or minus its loss.
+
+        Raises:
+            TypeError: the task has no loss of every row.
+        """
+        task = self.model.task
+        if not question.of_loss:
+            return task
+        if isinstance(task, BatchedModelOutput) and isinstance(task, HasLoss):
+            return MinusLossModelOutput(of=task)
+        raise TypeError(
+            f"The task {type(task).__name__} has no loss of every row, and the loss of targets is asked about. "
+            "Expected a task with `per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that "
+            "method."
+        )
 
     def _targets_by_block(
         self, owned: OwnedPasses, curvature: Curvature, question: Question, model_id: int
@@ -392,7 +411,8 @@ class ExactScores:
             form = own_form(curvature, self.damping, self.target_rank)
             projector = owned.map(OwnPreconditioning(form, keeper, draws), curvature)
             what = f"{question.name}, preconditioned, checkpoint {model_id}"
-            model.featurizer(projector=projector).fill(summary, eval_dataset, model_id, "target", what)
+            featurizer = model.featurizer(self._target_task(question), projector)
+            featurizer.fill(summary, eval_dataset, model_id, "target", what)
         return summary
 
     def _blocks_of(self, summary: ShardSet, model_id: int, curvature: Curvature) -> TargetBlocks:
@@ -422,7 +442,7 @@ class ExactScores:
         what = f"{question.name}, checkpoint {model_id}"
 
         def fill() -> None:
-            featurizer = self.model.featurizer(projector=plain)
+            featurizer = self.model.featurizer(self._target_task(question), plain)
             featurizer.fill(gradients, eval_dataset, model_id, "target", f"{what}, gradients")
 
         one = TargetRefinement(self.model, self.train_task, curvature, form, refinement, model_id)

@@ -34,6 +34,8 @@ class Question:
         ids: the checkpoints to average over.
         sources: weights that are given for them, by id.
         groups: groups of targets that are scored by their mean; `None` to score each target.
+        of_loss: whether minus the loss of targets is asked about, rather than the output of the task. Whole gradients
+            answer that.
     """
 
     eval_dataset: Any
@@ -43,6 +45,7 @@ class Question:
     ids: list[int]
     sources: Mapping[int, Checkpoint | None]
     groups: RowGroups | None
+    of_loss: bool = False
 
     @property
     def title(self) -> str:

@@ -152,7 +152,7 @@ class ReplayScores(ExactScores):
         m, what = len(question.eval_dataset), f"{question.name}, checkpoint {model_id}"
         gradients = self._shards(directory, "gradients", m, total, min(m, size), model_id, curvature, targets=given)
         plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
-        self.model.featurizer(projector=plain).fill(
+        self.model.featurizer(self._target_task(question), plain).fill(
             gradients, question.eval_dataset, model_id, "target", f"{what}, gradients"
         )
         moments, factor = self._moments(curvature, model_id)

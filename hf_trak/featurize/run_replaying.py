@@ -20,7 +20,7 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
-from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.base import BatchedModelOutput, Side
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.sharding import is_sharded
@@ -163,17 +163,32 @@ class RunReplay:
             question: what is asked, as in [`plan`], which is not computed again.
         """
         method = self._chosen(question)
-        change = 0.1 * self._found(question, method).settings.mean(2)
-        half = change.shape[1] // 2
         texts = {
-            name: f"10 % more changes the targets' outputs by {float(one.sum()):+.3g} in the mean, "
-            f"{float(one[:half].sum()):+.3g} of it in the first half of the steps"
-            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
-            if bool(one.isfinite().all())
+            name: f"10 % more changes the targets' outputs by {whole:+.3g} in the mean, {first:+.3g} of it in the "
+            "first half of the steps"
+            for name, (whole, first) in self.sensitivities(question).items()
         }
         curvature = f"{method.products} of {method.hessian_share:.0%} of the rows of each step"
         run = str(self.summary()).splitlines()[0]
         return {"projection": f"none: replay of the run, {curvature}", "run": run, **texts}
+
+    def sensitivities(self, question: Question) -> dict[str, tuple[float, float]]:
+        """Return how 10 % more learning rate and weight decay would change the mean output of the targets.
+
+        Args:
+            question: what is asked, as in [`plan`], which is not computed again.
+
+        Returns:
+            By name the change, and the part of it that the first half of the steps makes. Weight decay is missing
+            where it is a part of the gradient.
+        """
+        change = 0.1 * self._found(question, self._chosen(question)).settings.mean(2)
+        half = change.shape[1] // 2
+        return {
+            name: (float(one.sum()), float(one[:half].sum()))
+            for name, one in zip(("learning rate", "weight decay"), change, strict=True)
+            if bool(one.isfinite().all())
+        }
 
     def _found(self, question: Question, method: Replay) -> SweepResult:
         """Return what the sweeps of all targets found, with a share that is chosen."""
@@ -249,6 +264,7 @@ class RunReplay:
             "smoothing": method.smoothing,
             "states": _checksums(self.record),
             "targets": question.fingerprint,
+            **({"of_loss": True} if question.of_loss else {}),
         }
 
     @property
@@ -310,11 +326,12 @@ class RunReplay:
         model, rows = self.model, question.eval_dataset
         featurizer = model.featurizer(self.task)
         batches = featurizer.batches(rows, "target")
+        side: Side = "train" if question.of_loss else "target"  # the loss is the output of training rows
 
         def parts() -> Iterator[tuple[int, Tensor]]:
             for cut in batch_rows(0, len(rows), model.args.batch_size):
                 batch = featurizer.in_dtype_of_model(send_to_device(batches.collated(list(cut)), model.device))
-                yield cut.start, passes.gradients(batch, len(cut), "target")[0].cpu()
+                yield cut.start, passes.gradients(batch, len(cut), side)[0].cpu()
 
         if question.groups is not None:
             return question.groups.means(parts())

@@ -102,6 +102,13 @@ class LossModelOutput(BatchedModelOutput):
         return torch.ones_like(self._task.out_to_loss_grad(model_output, batch, side))
 
 
+class MinusLossModelOutput(LossModelOutput):
+    """Minus the loss of a task, for training rows and for targets: the targets of a question about their loss."""
+
+    def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
+        return super().output(model_output, batch, "train")
+
+
 class GaussNewtonModelOutput(LossModelOutput):
     """The task `gauss_newton`: training rows are −∇ℓ/√q with the weight √q, so that XᵀX is a Gauss-Newton matrix.
 

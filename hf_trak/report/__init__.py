@@ -2,7 +2,8 @@
 
 `run` holds scores and rows as an `AttributionRun`, which is saved and loaded without the model: `run_record` reads,
 writes and checks its files. `content` and `images` prepare rows, which may be hostile, for display. `views` lays them
-out, `page` fills the templates, and `notebook` shows one target.
+out, `page` fills the templates, and `notebook` shows one target. `training` says what all training rows did to a
+validation loss, and `training_page` shows it.
 
 This package may import `featurize`, `scores`, `store` and `hub`. `attributor` and `cli` import it. jinja2, pillow and
 matplotlib are imported when they are used. Start with `run.py` and `page.py`.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hf_trak.report.page import write_report as write_report
     from hf_trak.report.run import AttributionRun as AttributionRun
     from hf_trak.report.run_record import verify_run as verify_run
+    from hf_trak.report.training import TrainingReport as TrainingReport
     from hf_trak.report.words import with_words as with_words
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -29,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.report.page": "ReportOptions write_report",
         "hf_trak.report.run": "AttributionRun",
         "hf_trak.report.run_record": "verify_run",
+        "hf_trak.report.training": "TrainingReport",
         "hf_trak.report.words": "with_words",
     },
 )

@@ -118,7 +118,7 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
     targets = [views.target(index) for index in range(count)]
     outliers = views.outliers()
     context = {
-        "title": visible(options.title or f"What taught {_model_name(run.facts)} this?"),
+        "title": visible(options.title or f"What taught {model_name(run.facts)} this?"),
         "targets": targets,
         "left_out": len(run.scored) - count,
         "outliers": outliers,
@@ -126,9 +126,25 @@ def write_report(run: AttributionRun, path: str | Path, options: ReportOptions |
         "facts": facts_shown(run.facts),
         "pictures": views.book.pictures,
     }
+    return write_page("report.html.jinja", path, context, with_script=True)
+
+
+def write_page(template: str, path: str | Path, context: Mapping[str, Any], with_script: bool) -> Path:
+    """Render a template into a file, which is replaced atomically once it is complete.
+
+    Args:
+        template: name of the template.
+        path: the file.
+        context: what the template shows.
+        with_script: whether the page has the script of the report of targets.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+        StoreError: the file cannot be written.
+    """
     path = Path(path)
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for part in _template("report.html.jinja").generate(**context, **_assets(with_script=True)):
+        for part in _template(template).generate(**context, **_assets(with_script)):
             file.write(part)
     return path
 
@@ -162,7 +178,8 @@ def facts_shown(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return shown
 
 
-def _model_name(facts: Mapping[str, Any]) -> str:
+def model_name(facts: Mapping[str, Any]) -> str:
+    """Name the model of a run in a title."""
     name = facts.get("model")
     return name[:_LONGEST_TITLE] if isinstance(name, str) and name else "the model"
 
@@ -226,7 +243,7 @@ def _file(name: str) -> str:
 def _environment() -> "Environment":
     from jinja2 import DictLoader, Environment, StrictUndefined
 
-    names = ("base.html.jinja", "report.html.jinja", "target.html.jinja", "parts.html.jinja")
+    names = [f"{name}.html.jinja" for name in ("base", "report", "target", "training", "parts")]
     return Environment(
         autoescape=True,
         undefined=StrictUndefined,

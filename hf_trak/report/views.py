@@ -23,7 +23,8 @@ from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS, WORDS_COLUMN
 
 _LONGEST_LABEL = 60
-_EXAMPLE_TEXT = 420
+EXAMPLE_TEXT = 420
+"""Characters of the text of a training row that are shown."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class WordsView:
         """
         try:
             start, stop, verified = int(found["start"]), int(found["stop"]), found["verified"]
-            said = pieces(str(found["said"]), [Span(start, stop, 1.0)], _EXAMPLE_TEXT)[0]
+            said = pieces(str(found["said"]), [Span(start, stop, 1.0)], EXAMPLE_TEXT)[0]
             words = len(str(found["said"])[start:stop].split())
             raised = {int(one["row"]) for one in verified or () if one["effect"] and float(one["score"]) > 0}
 
@@ -158,7 +159,7 @@ class WordsView:
 def _alike(entry: Mapping[str, Any], score: str, largest: float, raised: set[int]) -> ScoredView:
     """Make the view of a row that words found, with the words marked that it shares."""
     text, row, value = str(entry["text"]), int(entry["row"]), float(entry["score"])
-    cut, left_out = pieces(text, [Span(int(entry["start"]), int(entry["stop"]), 1.0)], _EXAMPLE_TEXT)
+    cut, left_out = pieces(text, [Span(int(entry["start"]), int(entry["stop"]), 1.0)], EXAMPLE_TEXT)
     view = RowView(row, f"Training row {row}: {plain(cut)}", (TextView("text", cut, left_out),))
     return ScoredView(view, score, sign_of(value), min(100.0, bar(value, largest)), verified=row in raised)
 
@@ -260,7 +261,7 @@ class RunViews:
         if index not in self._rows:
             row = {} if self._train is None else self._train[self.run.train_place(index)]
             content = content_of(row, self._train_columns)
-            self._rows[index] = RowView.of(content, index, "Training row", self.book, "small", _EXAMPLE_TEXT)
+            self._rows[index] = RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT)
         return self._rows[index]
 
 
@@ -286,8 +287,11 @@ def index_ranks(row: Mapping[str, Any], rows: str, ranks: str) -> dict[int, str]
 
 
 def _label(label: str | None) -> str | None:
-    if label is None:
-        return None
+    return None if label is None else shortened(label)
+
+
+def shortened(label: str) -> str:
+    """Shorten a label, and write out what cannot be seen."""
     label = visible(label[: 2 * _LONGEST_LABEL])
     return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
 

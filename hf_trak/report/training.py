@@ -1,0 +1,365 @@
+"""What training rows did to the loss of a validation set: the content of the report of a training.
+
+The question has one target, minus the mean loss of the validation rows, so that the answer costs a single replay of
+the recorded run, or one pass of exact scores. The effect of a row is the change of that loss by training on the row.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset
+from torch.nn.functional import normalize
+
+from hf_trak.data.rows import batch_rows
+from hf_trak.evaluation.intervals import Interval, Result, mean_interval
+from hf_trak.evaluation.review import (
+    class_column,
+    doubted_labels,
+    outputs_without,
+    repeated_rows,
+    without_effect,
+)
+from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
+from hf_trak.featurize.answering import planned
+from hf_trak.featurize.calibration import named
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.pricing import has_record, price
+from hf_trak.featurize.question import Question
+from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.methods import Exact, Method, Replay, checked_method
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
+from hf_trak.runtime.progress import duration
+from hf_trak.scores.groups import ALL, GroupBy, RowGroups
+
+SOURCE = "source"
+"""The column of training rows that is taken for their source, unless another is named."""
+
+MOST_DOUBTED = 256
+"""Rows, the most harmful first, whose labels are compared with what other rows say."""
+
+MOST_COMPARED = 256
+"""Rows, those with the largest effects, whose features are compared with those of all rows."""
+
+NEAR = 0.995
+"""Cosine of the features of two rows from which on they are near duplicates."""
+
+PROVED = 0.05
+"""Share of the training rows, the most harmful ones, that a proof leaves out."""
+
+
+@dataclass(frozen=True)
+class GroupEffect(Result):
+    """What the training rows of a source or a label did together.
+
+    Attributes:
+        value (`str`): the source or the label.
+        rows (`int`): number of training rows.
+        effect (`float`): sum of their effects.
+    """
+
+    value: str
+    rows: int
+    effect: float
+
+    @property
+    def each(self) -> float:
+        """Return the mean effect of a row."""
+        return self.effect / self.rows
+
+
+@dataclass(frozen=True)
+class LossProof(Result):
+    """Two trainings, one without the most harmful rows and one without as many random ones.
+
+    Attributes:
+        removed (`int`): how many rows each left out.
+        predicted (`float`): change of the validation loss without the harmful rows, by their effects.
+        measured (`Interval`): the same change, measured, with its interval over the validation rows.
+        predicted_random (`float`): predicted change without the random rows.
+        measured_random (`Interval`): measured change without them.
+        difference (`Interval`): measured change without the harmful rows minus that without the random ones.
+    """
+
+    removed: int
+    predicted: float
+    measured: Interval
+    predicted_random: float
+    measured_random: Interval
+    difference: Interval
+
+    def __str__(self) -> str:
+        return (
+            f"without the {self.removed} most harmful rows the validation loss changes by {self.measured.value:+.3g} "
+            f"({self.measured.low:+.3g} to {self.measured.high:+.3g}), predicted {self.predicted:+.3g}; without as "
+            f"many random rows by {self.measured_random.value:+.3g} ({self.measured_random.low:+.3g} to "
+            f"{self.measured_random.high:+.3g}), predicted {self.predicted_random:+.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class TrainingReport(Result):
+    """What training rows did to the mean loss of a validation set. `str()` says the most of it in a few lines.
+
+    Attributes:
+        loss (`float`): mean loss of the validation set, per row, or per label where rows have several.
+        validation_rows (`int`): number of validation rows.
+        effects (`np.ndarray` of shape `(n,)`): change of this loss by training on each row. Positive: the row harms.
+        sources (`tuple[GroupEffect, ...]`): sources of rows, the most harmful first; empty without any.
+        labels (`tuple[GroupEffect, ...]`): labels of rows in the same way.
+        doubted (`dict[int, str]`): rows that have probably a wrong label, and the label that fits better.
+        doubts (`int`): number of the rows, the most harmful ones, whose labels were looked at.
+        repeated (`dict[int, int]`): rows that are the same as an earlier one, apart from the label, and that row.
+        near (`tuple[tuple[int, int, float], ...]`): near duplicates among rows of large effect: a row, another one,
+            and the cosine of their features; `None` without features.
+        no_effect (`float`): share of the rows without effect.
+        settings (`dict[str, float]`): change of the loss by 10 % more learning rate and weight decay, where a replay
+            of the run tells.
+        method (`str`): how effects were computed.
+        passes (`float`): what that took, in forward and backward passes over the training rows.
+        seconds (`float`): and in time.
+        proof ([`LossProof`], *optional*): what two trainings say.
+    """
+
+    loss: float
+    validation_rows: int
+    effects: np.ndarray
+    sources: tuple[GroupEffect, ...]
+    labels: tuple[GroupEffect, ...]
+    doubted: dict[int, str]
+    doubts: int
+    repeated: dict[int, int]
+    near: tuple[tuple[int, int, float], ...] | None
+    no_effect: float
+    settings: dict[str, float]
+    method: str
+    passes: float
+    seconds: float
+    proof: LossProof | None = None
+
+    @property
+    def price(self) -> str:
+        """Say what the effects have cost."""
+        return f"{self.passes:.3g} passes over the training rows, {duration(self.seconds)}"
+
+    def harmful(self, count: int) -> list[int]:
+        """List the rows that raised the loss most, the most harmful first."""
+        order = np.argsort(-self.effects, kind="stable")[:count]
+        return [int(row) for row in order if self.effects[row] > 0]
+
+    def helpful(self, count: int) -> list[int]:
+        """List the rows that lowered the loss most, the most helpful first."""
+        order = np.argsort(self.effects, kind="stable")[:count]
+        return [int(row) for row in order if self.effects[row] < 0]
+
+    def __str__(self) -> str:
+        def listed(rows: list[int]) -> str:
+            return ", ".join(f"row {row} ({self.effects[row]:+.3g})" for row in rows) or "no row"
+
+        lines = [
+            f"validation loss {self.loss:.4g} over {self.validation_rows:,} rows; {len(self.effects):,} training "
+            f"rows, {self.no_effect:.0%} without effect",
+            f"by {self.method}: {self.price}",
+            f"raised the loss most: {listed(self.harmful(5))}",
+            f"lowered it most: {listed(self.helpful(5))}",
+        ]
+        for name, groups in (("sources", self.sources), ("labels", self.labels)):
+            if groups:
+                lines.append(f"{name}: " + ", ".join(f"{one.value} ({one.effect:+.3g})" for one in groups[:8]))
+        lines.append(f"probably wrong labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
+        lines += [f"10 % more {name} changes the loss by {change:+.3g}" for name, change in self.settings.items()]
+        return "\n".join([*lines, *([] if self.proof is None else [str(self.proof)])])
+
+
+def training_report(
+    features: FeaturizedModel,
+    eval_dataset: Any,
+    method: Method = "auto",
+    train_group_by: GroupBy | None = None,
+    make_trainer: Callable[[Any, int], Any] | None = None,
+) -> TrainingReport:
+    """Compute the content of a report, see [`~hf_trak.TrakAttributor.training_report`]. All processes call this.
+
+    Args:
+        features: the model after the training, and its training rows.
+        eval_dataset, method, train_group_by, make_trainer: as there.
+
+    Raises:
+        TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
+        ValueError: the method is neither exact nor a replay, or the training rows cannot be grouped.
+        All that the method raises.
+    """
+    rows = features.train_dataset
+    if not isinstance(rows, Dataset):
+        raise TypeError(
+            f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, whose columns are "
+            "reported. Convert them, such as with `Dataset.from_list`."
+        )
+    if train_group_by is None and SOURCE in rows.column_names:
+        train_group_by = SOURCE
+    sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
+    features, chosen = _with_labels(features), _method(features, method)
+    question = _question(features, eval_dataset)
+    losses, scale = _losses(features, eval_dataset)
+    passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
+    begun = time.monotonic()
+    scores = torch.cat([block[:, 0].double() for _, _, block in planned(features, question, chosen).blocks]).numpy()
+    seconds, settings = time.monotonic() - begun, dict[str, float]()
+    if isinstance(chosen, Replay) and chosen.of == "run":
+        changes = RunReplay(features, chosen).sensitivities(question)
+        settings = {name: -change / scale for name, (change, _) in changes.items()}
+    effects = -scores / scale / (len(rows) if isinstance(chosen, Exact) else 1)
+    column = class_column(rows)
+    labels = None if column is None else RowGroups.of(rows, column)
+    kind = None if column is None else rows.features[column]
+    harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
+    doubted = doubted_labels(features, harmful, chosen if isinstance(chosen, Exact) else Exact())
+    repeated = repeated_rows(rows, column)
+    found = TrainingReport(
+        loss=float(losses.mean()),
+        validation_rows=len(losses),
+        effects=effects,
+        sources=() if sources is None else _of_groups(sources, effects, rows.features.get(sources.column)),
+        labels=() if labels is None else _of_groups(labels, effects, kind),
+        doubted={row: _name(other, kind) for row, other in doubted.items()},
+        doubts=0 if labels is None else len(harmful),
+        repeated=repeated,
+        near=_near(features, effects, repeated),
+        no_effect=float(without_effect(effects).mean()),
+        settings=settings,
+        method=_described(chosen),
+        passes=passes,
+        seconds=seconds,
+    )
+    harmful_rows = found.harmful(max(1, round(PROVED * len(rows))))
+    if make_trainer is None or not harmful_rows:
+        return found
+    task = MinusLossModelOutput(of=features.task)  # type: ignore[arg-type]  # `_question` has looked
+    retraining = TrainerRetraining(
+        make_trainer, rows, eval_dataset, task, features.data_collator, _batch_size(features), drop="mask"
+    )
+    random, without, control = outputs_without(harmful_rows, retraining, features.args.seed)
+    changed, changed_random = -without / scale - losses, -control / scale - losses
+    proof = LossProof(
+        removed=len(harmful_rows),
+        predicted=-float(effects[harmful_rows].sum()),
+        measured=mean_interval(changed),
+        predicted_random=-float(effects[random].sum()),
+        measured_random=mean_interval(changed_random),
+        difference=mean_interval(changed - changed_random),
+    )
+    return replace(found, proof=proof)
+
+
+def _method(features: FeaturizedModel, method: Method) -> Exact | Replay:
+    """Choose how the loss of a whole validation set is answered for."""
+    if method == "auto":
+        return Replay(of="run") if has_record(features) else Exact("ekfac")
+    chosen = checked_method(method)
+    if isinstance(chosen, Replay) or (isinstance(chosen, Exact) and chosen.curvature != "hybrid"):
+        return chosen
+    raise ValueError(
+        f"`method` is {method!r}. Expected 'auto', 'exact' or 'replay', or `Exact(...)` or `Replay(...)` of "
+        "`hf_trak`, whose scores are changes of a loss. Use `attribute` for others."
+    )
+
+
+def _with_labels(features: FeaturizedModel) -> FeaturizedModel:
+    """Let curvatures of a trainer's own loss have the labels of the rows, since none can be drawn for many of them."""
+    if not isinstance(features.task, TrainerLossModelOutput):
+        return features
+    features.processes.broadcast_from_main(features.prepare_store)
+    found, curvature = copy.copy(features), replace(features.args.curvature, labels="empirical")
+    found.args = replace(features.args, curvature=curvature)
+    return found
+
+
+def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
+    """Ask about minus the mean loss of all validation rows, under the last checkpoint."""
+    if not isinstance(features.task, HasLoss) or not isinstance(features.task, BatchedModelOutput):
+        raise TypeError(
+            f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
+            "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
+        )
+    features.processes.broadcast_from_main(features.prepare_store)
+    last = features.store.model_ids[-1:] or None
+    question = features.question(eval_dataset, checkpoints=last, group_by=ALL, featurized=False)
+    return replace(question, of_loss=True)
+
+
+def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
+    """Compute the loss of every validation row `(m,)`, divided by the mean weight of its labels, and this weight."""
+    task, args = features.task, features.args
+    weights = []
+    if isinstance(task, AggregatedModelOutput):
+        batches = features.featurizer().batches(eval_dataset, "target")
+        for cut in batch_rows(0, len(eval_dataset), args.batch_size):
+            weights.append(float(task.label_weights(batches.collated(list(cut))).sum()))
+    scale = sum(weights) / len(eval_dataset) if weights else 1.0
+    minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
+    found = model_outputs(features.model, eval_dataset, minus, features.data_collator, _batch_size(features))
+    return -found / scale, scale
+
+
+def _batch_size(features: FeaturizedModel) -> int:
+    """Return the rows that the model takes at a time: one for a loss of a trainer's own, which may need it."""
+    return 1 if isinstance(features.task, TrainerLossModelOutput) else features.args.batch_size
+
+
+def _of_groups(groups: RowGroups, effects: np.ndarray, kind: Any) -> tuple[GroupEffect, ...]:
+    """Add up effects by groups, the most harmful first."""
+    sums = np.bincount(groups.member.numpy(), weights=effects, minlength=len(groups))
+    order = np.argsort(-sums, kind="stable")
+    return tuple(GroupEffect(_name(groups.values[i], kind), int(groups.sizes[i]), float(sums[i])) for i in order)
+
+
+def _name(value: Any, kind: Any) -> str:
+    """Return a label or another value as text."""
+    named = isinstance(kind, ClassLabel) and isinstance(value, int) and 0 <= value < len(kind.names)
+    return str(kind.names[value]) if named else str(value)
+
+
+def _near(
+    features: FeaturizedModel, effects: np.ndarray, repeated: dict[int, int]
+) -> tuple[tuple[int, int, float], ...] | None:
+    """Find, for the rows of the largest effects, the row of the most similar features, if it is a near duplicate."""
+    ids = features.store.model_ids
+    shards = features.store.train(ids[-1]) if ids else None
+    if shards is None or shards.unwritten():
+        return None
+    watched = np.sort(np.argsort(-np.abs(effects), kind="stable")[:MOST_COMPARED])
+    places = torch.from_numpy(watched)
+    own = torch.cat(
+        [shard.grads[places[(places >= shard.start) & (places < shard.stop)] - shard.start] for shard in shards]
+    )
+    own, best, other = normalize(own.float()), torch.zeros(len(places)), torch.zeros(len(places), dtype=torch.long)
+    first = torch.tensor([repeated.get(row, row) for row in range(len(effects))])
+    for shard in shards:
+        cosines = own @ normalize(shard.grads.float()).T
+        cosines[first[places][:, None] == first[shard.start : shard.stop]] = 0.0  # itself, and its exact duplicates
+        values, at = cosines.abs().max(1)
+        higher = values > best.abs()
+        best[higher] = cosines[higher, at[higher]]
+        other[higher] = shard.start + at[higher]
+    pairs = {
+        (min(row, number), max(row, number)): cosine
+        for row, number, cosine in zip(watched.tolist(), other.tolist(), best.tolist(), strict=True)
+        if abs(cosine) >= NEAR
+    }
+    return tuple(
+        (row, number, cosine) for (row, number), cosine in sorted(pairs.items(), key=lambda one: -abs(one[1]))
+    )
+
+
+def _described(method: Exact | Replay) -> str:
+    """Say how effects were computed."""
+    if isinstance(method, Replay):
+        return f"replay of the {'recorded run' if method.of == 'run' else 'recipe'}"
+    return f"exact scores, {named(method)}"

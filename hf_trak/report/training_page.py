@@ -1,0 +1,200 @@
+"""The report of a training as one HTML file, in the style of the report of targets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_trak.evaluation.intervals import Interval
+from hf_trak.evaluation.review import class_column
+from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.report.content import Columns, Content, content_of, stored, visible
+from hf_trak.report.images import PictureBook
+from hf_trak.report.page import ReportOptions, facts_shown, model_name, write_page
+from hf_trak.report.run import known_facts
+from hf_trak.report.training import SOURCE, GroupEffect, TrainingReport
+from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, bar, shortened, signed
+from hf_trak.report.words import row_texts
+
+_GROUPS = 12
+"""Sources or labels that are shown from either end."""
+
+_LISTED = 24
+"""Doubted rows, and duplicates, that are shown."""
+
+_FACTS = ("model", "model_class", "task", "parameters", "train_fingerprint", "seed", "created", "hf_trak_version")
+
+
+@dataclass(frozen=True)
+class ChangeView:
+    """A row of a table: changes of the loss, as text, with the sign that colours it."""
+
+    sign: str
+    effect: str = ""
+    value: str = ""
+    rows: str = ""
+    each: str = ""
+    bar: float = 0.0
+    row: str = ""
+    other: str = ""
+    cosine: str = ""
+    labels: str = ""
+    name: str = ""
+    predicted: str = ""
+    measured: str = ""
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class GroupsView:
+    """The groups that are shown, and the number of those in between that are not."""
+
+    shown: list[ChangeView]
+    left_out: int
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupEffect]) -> "GroupsView":
+        """Make the view of groups, the most harmful first."""
+        largest = max((abs(one.effect) for one in groups), default=0.0)
+        ends = list(groups) if len(groups) <= 2 * _GROUPS else [*groups[:_GROUPS], *groups[-_GROUPS:]]
+        shown = [
+            ChangeView(
+                sign=_sign(one.effect),
+                effect=signed(one.effect),
+                value=shortened(one.value),
+                rows=f"{one.rows:,}",
+                each=signed(one.each),
+                bar=bar(one.effect, largest),
+            )
+            for one in ends
+        ]
+        return cls(shown, len(groups) - len(shown))
+
+
+def write_training_report(
+    report: TrainingReport, features: FeaturizedModel, path: str | Path, options: ReportOptions | None = None
+) -> Path:
+    """Write the report of a training.
+
+    Args:
+        report (`TrainingReport`):
+            Its content.
+        features (`FeaturizedModel`):
+            The model and its training rows.
+        path (`str` or `Path`):
+            The HTML file. It is replaced atomically once it is complete.
+        options (`ReportOptions`, *optional*):
+            What to show; there are no targets.
+
+    Returns:
+        `Path`: the file.
+
+    Raises:
+        ImportError: jinja2 or, for images, pillow is not installed.
+        ValueError: a column does not exist, or an image column contains something else.
+        StoreError: the file cannot be written.
+    """
+    options = options or ReportOptions()
+    known = known_facts(features)
+    rows = _Rows(features, options)
+    largest = float(abs(report.effects).max())
+    doubted = sorted(report.doubted, key=lambda row: -report.effects[row])[:_LISTED]
+
+    def scored(row: int) -> ScoredView:
+        effect = float(report.effects[row])
+        return ScoredView(rows.view(row), signed(effect), _sign(effect), bar(effect, largest))
+
+    settings = {
+        f"10 % more {name}": f"changes the loss by {signed(change)}" for name, change in report.settings.items()
+    }
+    duplicates = _duplicates(report, rows)
+    tables = {"sources": report.sources, "labels": report.labels}
+    context = {
+        "title": visible(options.title or f"What the training rows did to {model_name(known)}"),
+        "report": report,
+        "summary": [
+            (f"{report.loss:.4g}", "validation loss"),
+            (f"{report.validation_rows:,}", "validation rows"),
+            (f"{len(report.effects):,}", "training rows"),
+            (f"{(report.effects > 0).mean():.0%}", "of them raised the loss"),
+            (f"{report.no_effect:.0%}", "have no effect"),
+        ],
+        "helped": [scored(row) for row in report.helpful(options.examples)],
+        "harmed": [scored(row) for row in report.harmful(options.examples)],
+        "tables": {name: GroupsView.of(groups) for name, groups in tables.items() if groups},
+        "doubted": [(scored(row), shortened(report.doubted[row])) for row in doubted],
+        "duplicates": duplicates[:_LISTED],
+        "more_duplicates": max(0, len(duplicates) - _LISTED),
+        "proof": _proof(report),
+        "facts": facts_shown(
+            {"method": report.method, "price": report.price, **settings, **{name: known[name] for name in _FACTS}}
+        ),
+    }
+    return write_page("training.html.jinja", path, {**context, "pictures": rows.book.pictures}, with_script=False)
+
+
+class _Rows:
+    """Makes the views of training rows."""
+
+    def __init__(self, features: FeaturizedModel, options: ReportOptions) -> None:
+        self.book = PictureBook()
+        self._features, self._rows = features, stored(features.train_dataset)
+        self._columns = Columns.find(self._rows, **options.columns())
+        self._decoded = not set(self._columns.texts) - {SOURCE} and self._columns.image is None
+        self._label = class_column(features.train_dataset)
+
+    def view(self, index: int) -> RowView:
+        """Make the view of a row. Rows of tokens alone are decoded."""
+        content = content_of(self._rows[index], self._columns)
+        if self._decoded:
+            train = self._features.train_dataset
+            tokens = train.select_columns([name for name in ("input_ids",) if name in train.column_names])
+            texts = row_texts(tokens, self._features.processing_class, [index]) or {}
+            found = tuple(("text", text) for text in texts.values())
+            content = Content(content.image, (*found, *content.texts), content.label, content.prediction)
+        return RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT)
+
+    def same_label(self, row: int, other: int) -> str:
+        """Say whether two rows have the same label."""
+        if self._label is None:
+            return "–"
+        first, second = (self._rows[index][self._label] for index in (row, other))
+        return "the same" if first == second else "different"
+
+
+def _duplicates(report: TrainingReport, rows: _Rows) -> list[ChangeView]:
+    """List exact and near duplicates."""
+    exact = [(row, other, "1, exact") for row, other in report.repeated.items()]
+    near = [(row, other, f"{cosine:.4f}".replace("-", "−")) for row, other, cosine in report.near or ()]
+    found = list[ChangeView]()
+    for row, other, cosine in [*exact[:_LISTED], *near, *exact[_LISTED:]]:
+        effect = float(report.effects[[row, other]].sum())
+        labels = rows.same_label(row, other) if len(found) < _LISTED else ""
+        view = ChangeView(sign=_sign(effect), effect=signed(effect), row=f"{row:,}", other=f"{other:,}")
+        found.append(replace(view, cosine=cosine, labels=labels))
+    return found
+
+
+def _proof(report: TrainingReport) -> list[ChangeView]:
+    """List what both trainings say."""
+    if (proof := report.proof) is None:
+        return []
+
+    def view(name: str, predicted: float, measured: Interval) -> ChangeView:
+        return ChangeView(
+            sign=_sign(measured.value),
+            name=name,
+            predicted=signed(predicted),
+            measured=signed(measured.value),
+            interval=f"({signed(measured.low)} to {signed(measured.high)})",
+        )
+
+    return [
+        view("the most harmful rows", proof.predicted, proof.measured),
+        view("random rows", proof.predicted_random, proof.measured_random),
+        view("difference", proof.predicted - proof.predicted_random, proof.difference),
+    ]
+
+
+def _sign(change: float) -> str:
+    """Return the class of a change of the loss: a lower loss is good."""
+    return "positive" if change < 0 else "negative" if change > 0 else "zero"

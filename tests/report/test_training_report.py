@@ -1,0 +1,182 @@
+"""The report of a training against trainings without the rows that it names, finite differences, and in a browser."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from replay_runs import EVAL, TRAIN, RowWeights, config, differences, recorded, tiny, trainer
+from test_report_browser import CONTRAST, DESKTOP, PHONE, requests_beyond
+from test_report_browser import page as page  # the fixture
+from training_reports import HAND, NEAR, ROWS, TWICE, WEB, PlantedRun, planted_run, trainer_of
+
+from hf_trak import Exact, Replay, TrakAttributor
+from hf_trak.report import TrainingReport
+from hf_trak.report.training_page import write_training_report
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> PlantedRun:
+    return planted_run(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="module")
+def report(run: PlantedRun) -> TrainingReport:
+    """The report with its proof, written to `report.html`."""
+    pytest.importorskip("scipy")
+
+    def make(rows: Any, seed: int) -> Any:
+        return trainer_of(rows, run.place / "proof")
+
+    return run.attributor.training_report(run.validation, run.place / "report.html", make_trainer=make, title="A run")
+
+
+def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: Path) -> None:
+    """Central differences of the mean loss of a label by the weight of each row, in float64."""
+    weights = RowWeights()
+
+    def model() -> Any:
+        made = tiny()
+        made.loss_function = weights
+        return made
+
+    def loss(of: Any) -> torch.Tensor:
+        tokens = torch.tensor(EVAL["input_ids"][:])
+        with torch.no_grad():
+            logits = of(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())[None]
+
+    def train() -> torch.Tensor:
+        other = trainer(tmp_path, model())
+        other.train()
+        return loss(other.model)
+
+    first = recorded(tmp_path, model())
+    attributor = TrakAttributor.from_trainer(first, config(tmp_path))
+    found = attributor.training_report(EVAL, method=Replay(of="run", smoothing=0.0))
+    assert found.loss == pytest.approx(float(loss(first.model)), rel=1e-5)
+    measured = differences(weights, train)[0].numpy()
+    assert len(found.effects) == len(TRAIN) and np.abs(measured).min() > 0
+    assert np.abs(found.effects - measured).max() <= 1e-6 * np.abs(measured).max()
+    assert found.near is None and found.doubts == 0 and found.sources == ()
+    assert "text" not in write_training_report(found, attributor.features, tmp_path / "page.html").name
+
+
+@pytest.mark.slow
+def test_trainings_without_rows(run: PlantedRun, report: TrainingReport) -> None:
+    """What is predicted for leaving rows out is what the trainer measures, in sign, order and size."""
+    web = list(range(ROWS - WEB, ROWS))
+    parts = [web, run.wrong.tolist(), report.harmful(10), report.helpful(10)]
+    predicted = np.array([-report.effects[part].sum() for part in parts])
+    measured = np.array([run.change_without(part).mean() for part in parts])
+    assert report.loss == pytest.approx(run.losses(run.trainer.model).mean(), rel=1e-5)
+    assert (measured[:3] < 0).all() and measured[3] > 0
+    assert ((predicted / measured > 0.5) & (predicted / measured < 2.5)).all()
+
+
+@pytest.mark.slow
+def test_a_training_with_another_rate(run: PlantedRun, report: TrainingReport) -> None:
+    measured = run.change_without([], rate=1.1e-2).mean()
+    assert report.settings["learning rate"] == pytest.approx(measured, rel=0.5)
+    assert set(report.settings) == {"learning rate", "weight decay"}
+
+
+@pytest.mark.slow
+def test_what_was_planted_is_found(run: PlantedRun, report: TrainingReport) -> None:
+    assert report.sources[0].value == "web" and report.sources[0].effect > 0 and report.sources[0].rows == WEB
+    assert all(one.effect < 0 for one in report.sources[1:])
+    for groups in (report.sources, report.labels):
+        assert sum(one.effect for one in groups) == pytest.approx(report.effects.sum())
+        assert sum(one.rows for one in groups) == len(run.train)
+    found = [row for row in run.wrong if row in report.doubted]
+    assert len(found) >= 0.7 * len(run.wrong)
+    planted = {*run.wrong, *range(ROWS - WEB, ROWS)}
+    assert sum(row in planted for row in report.doubted) >= 0.8 * len(report.doubted)
+    named = [report.doubted[row] == f"digit {run.right[row]}" for row in report.doubted if row < ROWS]
+    assert np.mean(named) >= 0.7
+    assert report.repeated == {ROWS: TWICE[0], ROWS + 1: TWICE[1]}
+    copies = {(row, ROWS + 2 + place) for place, row in enumerate(NEAR)}
+    assert report.near is not None and {pair[:2] for pair in report.near} == copies
+    assert report.method == "replay of the recorded run" and report.passes > 0
+
+
+@pytest.mark.slow
+def test_the_proof_is_what_the_trainer_measures(run: PlantedRun, report: TrainingReport) -> None:
+    proof, rows = report.proof, report.harmful(12)
+    assert proof is not None and proof.removed == 12
+    assert proof.predicted == pytest.approx(-report.effects[rows].sum())
+    changes = run.change_without(rows)
+    assert proof.measured.value == pytest.approx(changes.mean(), rel=1e-3)
+    error = changes.std() / np.sqrt(len(changes))
+    assert proof.measured.high - proof.measured.low == pytest.approx(2 * 1.96 * error, rel=0.2)
+    assert proof.difference.high < 0
+    assert proof.difference.value == pytest.approx(proof.measured.value - proof.measured_random.value)
+    assert "random" in str(report) and "web" in str(report)
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(run: PlantedRun, report: TrainingReport, page: Any) -> None:
+    path = run.place / "report.html"
+    for size, scheme in ((PHONE, "dark"), (DESKTOP, "light")):
+        page.media(prefers_color_scheme=scheme)
+        page.size(*size, mobile=size == PHONE)
+        page.open(path)
+        assert page.complaints == [] and requests_beyond(page, path) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+        cut = "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+        assert page.evaluate(f"{cut}.filter(e => !e.closest('.hush')).length") == 0
+        assert {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
+    headings = page.evaluate("[...document.querySelectorAll('h1,h2')].map(e => e.textContent)")
+    assert headings == ["A run", "Rows", "Sources", "Labels", "Labels and duplicates", "Proof", "Run"]
+    sources = page.evaluate("[...document.querySelectorAll('#sources tbody th')].map(e => e.textContent)")
+    assert sources == [one.value for one in report.sources] and HAND in sources  # shown as text
+    shown = page.evaluate("[...document.querySelectorAll('#rows .harmed .row')].map(e => e.textContent)")
+    assert shown == [f"row {row}" for row in report.harmful(5)]
+    assert page.evaluate("document.querySelectorAll('#doubts .example').length") == min(24, len(report.doubted))
+    assert page.evaluate("document.querySelectorAll('#proof tbody tr').length") == 3
+    assert "10 % more learning rate" in page.evaluate("document.querySelector('#facts').textContent")
+
+
+@pytest.mark.slow
+def test_products_of_gradients(run: PlantedRun) -> None:
+    """Without curvature, effects are products of the gradients of losses, by autograd."""
+    found = run.attributor.training_report(run.validation, method=Exact("identity"))
+    model, names = run.trainer.model, list(run.attributor.features.layout.names)
+    parameters = [dict(model.named_parameters())[name] for name in names]
+
+    def gradient(rows: Any) -> torch.Tensor:
+        batch = {name: torch.tensor(rows[name][:]) for name in ("pixels", "labels")}
+        return torch.cat([one.flatten() for one in torch.autograd.grad(model(**batch).loss, parameters)])
+
+    whole = gradient(run.validation)
+    products = np.array([float(gradient(run.train.select([row])) @ whole) for row in range(20)])
+    expected = -products / len(run.train)
+    assert np.abs(found.effects[:20] - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert found.settings == {} and found.method.startswith("exact scores")
+
+
+@pytest.mark.slow
+def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: TrainingReport, tmp_path: Path) -> None:
+    attributor = TrakAttributor.from_trainer(run.trainer, config(tmp_path), "image_classification")
+    found = attributor.training_report(run.validation, tmp_path / "page.html", train_group_by="labels")
+    assert found.method.startswith("exact scores") and found.near is None and found.settings == {}
+    assert np.corrcoef(found.effects, report.effects)[0, 1] > 0.5
+    assert [one.value for one in found.sources] == [one.value for one in found.labels]
+    text = (tmp_path / "page.html").read_text()
+    assert "pass <code>make_trainer</code>" in text and "call `featurize` first" in text and "Proof" not in text
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny(torch.float32))
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    for method in ("index", "rerank", Exact("hybrid")):
+        with pytest.raises(ValueError, match="whose scores are changes of a loss"):
+            attributor.training_report(EVAL, method=method)
+    with pytest.raises(ValueError, match="`train_group_by` is 'domain'"):
+        attributor.training_report(EVAL, train_group_by="domain")
+    with pytest.raises(TypeError, match="Expected a `datasets"):
+        TrakAttributor(tiny(), config(tmp_path / "a"), list(TRAIN)).training_report(EVAL)
+    output = TrakAttributor(tiny(), config(tmp_path / "b"), TRAIN, task=lambda out, batch: out.logits.mean((1, 2)))
+    with pytest.raises(TypeError, match="no loss of every row"):
+        output.training_report(EVAL)
