@@ -15,6 +15,7 @@ from hf_trak.engines.engine import best_rows
 from hf_trak.errors import StoreError
 
 ray: Any = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,60 @@
+"""Spark as an engine, with two workers: the bits of `attribute`, also after kills; damage is named."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import TableIndex, check_answers, check_killed, damage, table_index
+
+from hf_trak.engines.engine import best_rows
+from hf_trak.errors import StoreError
+
+sql: Any = pytest.importorskip("pyspark.sql")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> TableIndex:
+    return table_index(tmp_path_factory.mktemp("index"), "int4")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Spark on this machine, whose processes find the library and the tests' modules. A task is tried twice."""
+    from hf_trak.engines.spark import SparkEngine
+
+    place = str(tmp_path_factory.mktemp("spark"))
+    settings = {
+        "spark.master": "local[2,2]",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "512m",
+        "spark.ui.enabled": "false",
+        "spark.local.dir": place,
+        "spark.sql.warehouse.dir": place,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        session = sql.SparkSession.builder.config(map=settings).getOrCreate()
+        yield SparkEngine(session)
+        session.stop()
+
+
+def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
+    check_answers(engine, index)
+
+
+def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_killed(engine, index, tmp_path, kills=2)
+
+
+def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    shutil.copytree(index.directory, tmp_path / "tables")
+    path = damage(tmp_path / "tables")
+    with pytest.raises(StoreError, match=rf"Spark has given up a part .*StoreError: {path} cannot be used"):
+        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
