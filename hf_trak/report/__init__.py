@@ -1,7 +1,7 @@
 """Presentation of scores: a report in one HTML file, and a view of one target in a notebook.
 
 `run` holds scores and rows as an `AttributionRun`, which is saved and loaded without the model: `run_record` reads,
-writes and checks its files. `content` and `images` prepare rows, which may be hostile, for display. `views` lays them
+writes and checks its files. `content`, `images` and `sounds` prepare rows, which may be hostile. `views` lays them
 out, `page` fills the templates, and `notebook` shows one target. `training` says what all training rows did to a
 validation loss, and `training_page` shows it.
 

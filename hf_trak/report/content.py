@@ -1,4 +1,4 @@
-"""Contents of a row that a report shows: image, texts, label and prediction, found in columns of any name."""
+"""Contents of a row that a report shows: image, sound, texts, label and prediction, found in columns of any name."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -188,6 +188,7 @@ class Columns:
     label: str | None = None
     prediction: str | None = None
     label_names: tuple[str, ...] | None = None
+    sound: str | None = None
 
     @classmethod
     def find(
@@ -231,7 +232,10 @@ class Columns:
         texts = tuple(text_columns) if text_columns is not None else _texts(first, features, {label, prediction})
         if label_names is None and isinstance(features.get(label), ClassLabel):
             label_names = features[label].names
-        return cls(image, texts, label, prediction, None if label_names is None else tuple(label_names))
+        sound = next(
+            (name for name in first if is_samples(first[name]) or isinstance(features.get(name), Audio)), None
+        )
+        return cls(image, texts, label, prediction, None if label_names is None else tuple(label_names), sound)
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,8 @@ class Content:
     label: str | None = None
     prediction: str | None = None
     spans: tuple[Span, ...] = field(default=())
+    sound: Any = None
+    """As [`~hf_trak.report.sounds.as_uri`] takes it."""
 
 
 def content_of(row: Any, columns: Columns) -> Content:
@@ -264,6 +270,7 @@ def content_of(row: Any, columns: Columns) -> Content:
         label=_name(row.get(columns.label), columns) if columns.label else None,
         prediction=_name(row.get(columns.prediction), columns) if columns.prediction else None,
         spans=_spans(row),
+        sound=row.get(columns.sound) if columns.sound else None,
     )
 
 
@@ -333,6 +340,11 @@ def _is_picture(value: Any) -> bool:
     if value.ndim == 2:
         return min(value.shape) > 1
     return value.ndim == 3 and (value.shape[0] in (1, 3, 4) or value.shape[2] in (1, 3, 4))
+
+
+def is_samples(value: Any) -> bool:
+    """Tell whether a value is a sound as numbers: a mapping with `array` and `sampling_rate`."""
+    return isinstance(value, Mapping) and value.get("array") is not None and value.get("sampling_rate") is not None
 
 
 def _is_scalar(value: Any) -> bool:

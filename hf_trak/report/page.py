@@ -222,6 +222,7 @@ def _assets(with_script: bool) -> dict[str, Any]:
     policy = [
         "default-src 'none'",
         "img-src data:",
+        "media-src data:",
         f"style-src '{_digest(style)}'",
         f"script-src '{_digest(script)}'" if script else "script-src 'none'",
         "base-uri 'none'",

@@ -20,6 +20,7 @@ from hf_trak.report.content import (
 from hf_trak.report.distributions import Histogram
 from hf_trak.report.images import PictureBook, Thumbnail, UnreadableImageError
 from hf_trak.report.run import AttributionRun
+from hf_trak.report.sounds import MOST_CHARACTERS_OF_PAGE, UnreadableSoundError, as_uri
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, TOP_K_COLUMNS, WORDS_COLUMN
 
 _LONGEST_LABEL = 60
@@ -77,13 +78,18 @@ class RowView:
         alt = kind if row is None else f"{kind} {row}"
         alt += "" if label is None else f", label {label}"
         alt += f": {plain(texts[0].pieces)}" if texts else ""
-        picture, unshown = None, None
+        picture, sound, unshown = None, None, None
         if content.image is not None:
             try:
                 picture = book.add(content.image, size)
             except UnreadableImageError as error:
                 unshown = visible(f"the image: {error}")
-        return cls(row, alt, tuple(texts), label, _label(content.prediction), picture, unshown=unshown)
+        if content.sound is not None:
+            try:
+                sound = as_uri(content.sound)
+            except UnreadableSoundError as error:
+                unshown = visible(f"the sound: {error}")
+        return cls(row, alt, tuple(texts), label, _label(content.prediction), picture, sound, unshown)
 
     @property
     def wrong(self) -> bool:
@@ -210,6 +216,7 @@ class RunViews:
         self._target_columns = self._columns_of(self._scored)
         self._train_columns = Columns() if self._train is None else self._columns_of(self._train)
         self._rows: dict[int, RowView] = {}
+        self._room_for_sounds = MOST_CHARACTERS_OF_PAGE
 
     def _columns_of(self, rows: Any) -> Columns:
         given: dict[str, Any] = {"text_columns": self.run.text_columns(rows)}
@@ -232,7 +239,7 @@ class RunViews:
         row = self._scored[index]
         number = index if shown_as is None else shown_as
         content = content_of(row, self._target_columns)
-        view = RowView.of(content, number, "Target", self.book, "large", LONGEST_TEXT)
+        view = self._within_room(RowView.of(content, number, "Target", self.book, "large", LONGEST_TEXT))
         ends = [
             [(i, score) for i, score in _end(row, columns, self.examples) if sign * score > 0]
             for sign, columns in ((1, TOP_K_COLUMNS[:2]), (-1, TOP_K_COLUMNS[2:]))
@@ -262,7 +269,18 @@ class RunViews:
             row = {} if self._train is None else self._train[self.run.train_place(index)]
             content = content_of(row, self._train_columns)
             self._rows[index] = RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT)
+        self._rows[index] = self._within_room(self._rows[index])
         return self._rows[index]
+
+    def _within_room(self, row: RowView) -> RowView:
+        """Leave the sound of a row out where the page has no room for it; the page repeats it with each row."""
+        size = len(row.sound or "")
+        if size > self._room_for_sounds:
+            return replace(
+                row, sound=None, unshown=f"the sound: the page has {MOST_CHARACTERS_OF_PAGE >> 20} MB of them"
+            )
+        self._room_for_sounds -= size
+        return row
 
 
 def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hf_trak.errors import HfTrakError
-from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, visible
+from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, is_samples, visible
 from hf_trak.report.distributions import Histogram, ScoreDistributions
 from hf_trak.report.images import PictureBook
 from hf_trak.report.views import RowView, ScoredView, bar, number, sign_of, signed
@@ -27,13 +27,6 @@ from hf_trak.viewer.train_rows import RowFilter, TrainRows
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-
-_MOST_SOUND_BYTES = 4 << 20
-
-_SOUNDS = {b"RIFF": "audio/wav", b"fLaC": "audio/flac", b"OggS": "audio/ogg", b"ID3": "audio/mpeg"}
-
-_MP3_FRAMES = (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 
 
 class RowReader:
@@ -59,47 +52,36 @@ class RowReader:
         """Prepare a training row. One that cannot be read is shown by its number and the reason."""
         if number not in self._known:
             try:
-                content, sound = self.rows.content(number), self.rows.sound(number)
+                content = self.rows.content(number)
             except HfTrakError as error:
                 return RowView(number, unshown=visible(f"row {number} cannot be read: {error}")[:300])
-            self._known[number] = self.shown(content, number, "small", sound)
+            self._known[number] = self.shown(content, number, "small")
         return self._known[number]
 
-    def shown(self, content: Content, number: int | None, size: str = "large", sound: Any = None) -> RowView:
+    def shown(self, content: Content, number: int | None, size: str = "large") -> RowView:
         """Prepare the content of a row.
 
         Args:
             content: what is shown of it.
             number: its number; `None` for a target.
             size: of its picture, see [`~hf_trak.report.images.PictureBook`].
-            sound: its sound as stored.
         """
         image = content.image
         outside = isinstance(image, EncodedImage) and image.data is None and not self._inside(image.path)
         content = replace(content, image=None) if outside else content
+        unheard = content.sound is not None and content.sound.get("bytes") is None and not is_samples(content.sound)
+        content = replace(content, sound=None) if unheard else content
         kind = "Target" if number is None else "Training row"
         row = RowView.of(content, number, kind, self.book, size, LONGEST_TEXT)
         if outside:
             row = replace(row, unshown="the image is a file outside the dataset, which is not read")
-        return row if sound is None else _with_sound(row, sound)
+        return replace(row, unshown="the sound is not in the row itself") if unheard else row
 
     def _inside(self, path: str | None) -> bool:
         """Tell whether a path lies below one of the roots, all links followed."""
         if not path or "://" in path or "\0" in path:
             return False
         return any(Path(path).resolve().is_relative_to(root) for root in self._roots)
-
-
-def _with_sound(row: RowView, sound: Any) -> RowView:
-    """Put the sound of a row into it, if it is a file of a known kind, within the row, and not too long."""
-    data = sound.get("bytes") if isinstance(sound, dict) else None
-    if not isinstance(data, bytes):
-        return replace(row, unshown="the sound is not in the row itself")
-    kind = next((kind for start, kind in _SOUNDS.items() if data.startswith(start)), None)
-    kind = kind or ("audio/mpeg" if data.startswith(_MP3_FRAMES) else None)
-    if kind is None or len(data) > _MOST_SOUND_BYTES:
-        return replace(row, unshown="the sound is of an unknown kind, or has more than 4 MB")
-    return replace(row, sound=f"data:{kind};base64,{base64.b64encode(data).decode()}")
 
 
 _NO_TEMPLATE = str.maketrans({"$": "&#36;", "{": "&#123;", "}": "&#125;", "`": "&#96;"})

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Audio, ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, Value
 
 from hf_trak.report.content import Columns, Content, content_of, stored
 
@@ -59,7 +59,6 @@ class TrainRows:
         self._numbers = numbers
         self._read = stored(self._rows)
         self._columns: Columns | None = None
-        self._sounds: tuple[str, ...] = ()
 
     @property
     def at_hand(self) -> bool:
@@ -96,14 +95,6 @@ class TrainRows:
             if names and all(0 < len(texts.get(name, "")) <= _SHORT for name in names):
                 return {name: texts[name] for name in names}
         return {}
-
-    def sound(self, number: int) -> Any:
-        """Return the first sound of a row as stored, `{"bytes", "path"}`, or `None`."""
-        place = self._place(number)
-        if place is None or not isinstance(self._rows, Dataset):
-            return None
-        name = next((name for name, kind in self._rows.features.items() if isinstance(kind, Audio)), None)
-        return None if name is None else self._read[place][name]
 
     def labels(self) -> list[str]:
         """List the names of labels that rows can be filtered by."""

@@ -1,8 +1,10 @@
 """Sounds that are drawn here: tones that rise, fall, stay or waver, in noise; and their spectrograms."""
 
 import numpy as np
-from datasets import Dataset
+from datasets import Audio, Dataset
 from scipy.signal import chirp, spectrogram
+
+from hf_trak.report.sounds import as_wav
 
 RATE, SECONDS = 4000, 0.5
 KINDS = ("rising", "falling", "steady", "wavering")
@@ -54,11 +56,13 @@ def draw(count: int, mislabelled_share: float, seed: int) -> Dataset:
     sounds = [clip(kind, numbers) for kind in kinds]
     wrong = [kind in TAKEN_FOR and numbers.random() < mislabelled_share for kind in kinds]
     said = [TAKEN_FOR[kind] if mark else kind for kind, mark in zip(kinds, wrong, strict=True)]
-    return Dataset.from_dict(
+    rows = Dataset.from_dict(
         {
             "input_values": [features(sound) for sound in sounds],
             "labels": [KINDS.index(kind) for kind in said],
             "kind": kinds,
             "mislabelled": wrong,
+            "sound": [{"bytes": as_wav(sound, RATE), "path": None} for sound in sounds],  # for the report
         }
     )
+    return rows.cast_column("sound", Audio(RATE, decode=False))

@@ -46,7 +46,8 @@ def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     scored = load_from_disk(str(tmp_path / "scored"))
     assert scored["kind"][:] == ["rising"] * 2
     assert all(len(rows) == 3 for rows in scored["trak_harmful_indices"])
-    assert "falling" in report_of(tmp_path)
+    page = report_of(tmp_path)
+    assert "falling" in page and page.count('src="data:audio/wav;base64,') >= 4
     assert "are rising and labelled as falling" in capsys.readouterr().out
 
 
