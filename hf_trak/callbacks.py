@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from datasets import Dataset as HFDataset
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.featurize.pricing import has_record
+from hf_trak.methods import Method, Replay
 from hf_trak.modelout_functions import AbstractModelOutput
+from hf_trak.report.training import TrainingReport
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.store.atomic import safe_name
@@ -83,6 +87,10 @@ class TrakCallback(TrainerCallback):
         featurize_at_end (`bool`, *optional*, defaults to `False`):
             Whether to featurize the training dataset for the collected checkpoints when training ends. The result is
             in `attributor`.
+        report (`bool`, *optional*, defaults to `False`):
+            Whether to write `<output_dir>/training_report.html` when training ends: what the training rows did to the
+            loss of the trainer's `eval_dataset`, see [`TrakAttributor.training_report`]. It needs `trainer`, and is
+            best with `record=True`.
         first_model_id (`int`, *optional*, defaults to 0):
             Id of the first checkpoint in the feature store; the others follow.
         task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
@@ -93,9 +101,11 @@ class TrakCallback(TrainerCallback):
             Paths of the collected checkpoints, by step, for `TrakAttributor.featurize`.
         attributor ([`TrakAttributor`] or `None`):
             After training with `featurize_at_end`: ready to `attribute`.
+        report (`TrainingReport` or `None`):
+            After training with `report=True`: what the page shows.
 
     Raises:
-        ValueError: an argument is out of range, or `featurize_at_end` is set without a trainer.
+        ValueError: an argument is out of range, or `featurize_at_end` or `report` is set without a trainer.
         TypeError: `args` is not a `TrakConfig`.
     """
 
@@ -111,6 +121,7 @@ class TrakCallback(TrainerCallback):
         every: int = 1,
         trainer: Any = None,
         featurize_at_end: bool = False,
+        report: bool = False,
         first_model_id: int = 0,
         task: str | AbstractModelOutput | Callable[..., Tensor] | None = None,
     ) -> None:
@@ -125,6 +136,11 @@ class TrakCallback(TrainerCallback):
                 "collator are needed: `trainer.add_callback(TrakCallback(args, trainer=trainer, "
                 "featurize_at_end=True))`."
             )
+        if report and trainer is None:
+            raise ValueError(
+                "`report` is set without a `trainer`. Expected the trainer, whose rows are reported: "
+                "`trainer.add_callback(TrakCallback(args, trainer=trainer, record=True, report=True))`."
+            )
         self.args = checked_args(args)
         self.last = last
         self.steps = None if steps is None else frozenset(steps)
@@ -138,6 +154,8 @@ class TrakCallback(TrainerCallback):
         self.first_model_id = first_model_id
         self.task = task
         self.attributor: TrakAttributor | None = None
+        self.report: TrainingReport | None = None
+        self._reports = report
 
     @property
     def checkpoints(self) -> list[str]:
@@ -160,7 +178,8 @@ class TrakCallback(TrainerCallback):
         Raises:
             ValueError: nothing would be collected, steps lie beyond the end of the training, `output_dir` is the
                 trainer's own or holds checkpoints of another run, or the training is part of a hyperparameter search.
-                With `featurize_at_end` also the errors of [`TrakAttributor.from_trainer`].
+                With `featurize_at_end` or `report` also the errors of [`TrakAttributor.from_trainer`].
+            TypeError: `report` is set, and the trainer has no `eval_dataset`, or several.
             FileNotFoundError: a checkpoint that the trainer saved earlier holds no weights.
         """
         if state.is_hyper_param_search:
@@ -176,14 +195,21 @@ class TrakCallback(TrainerCallback):
             )
         if self._recorder is not None:
             self._recorder.begin(kwargs["model"], args, state, kwargs["optimizer"], kwargs["train_dataloader"])
-        if self.steps is None and self._recorder is None and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
+        kept = self._recorder is not None or self._reports
+        if self.steps is None and not kept and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
             raise ValueError(
                 "The trainer has `save_strategy='no'`, so there is nothing to collect. Expected 'steps', 'epoch' or "
                 "'best'; or name the `steps` of `TrakCallback`, which are then saved."
             )
         if self.steps is not None and (late := sorted(step for step in self.steps if step > state.max_steps)):
             raise ValueError(f"`steps` has {late}, but this training ends at step {state.max_steps}. Leave them out.")
-        if self.featurize_at_end:
+        if self._reports and not isinstance(rows := self.trainer.eval_dataset, HFDataset):
+            raise TypeError(
+                f"`report` is set, and `eval_dataset` of the trainer is a {type(rows).__name__}. Expected one "
+                "`datasets.Dataset`, whose loss is reported. Give the trainer one, or call "
+                "`attributor.training_report(eval_dataset)` for each of several."
+            )
+        if self.featurize_at_end or self._reports:
             with _random_states_kept():
                 TrakAttributor.from_trainer(
                     self.trainer, self.args, self.task
@@ -255,18 +281,29 @@ class TrakCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Featurize the training dataset if `featurize_at_end` is set. Raises as [`TrakAttributor.featurize`]."""
+        """Featurize the training dataset if `featurize_at_end` is set, and write a report if `report` is.
+
+        Raises:
+            All that [`TrakAttributor.featurize`] and [`TrakAttributor.training_report`] raise.
+        """
         if self._recorder is not None:
             self._recorder.end(state.global_step)
         PartialState().wait_for_everyone()  # the main process collects, and all processes look
         found = self.checkpoints
         if self.steps is not None and len(found) < min(len(self.steps), self.last or len(self.steps)):
             logger.warning("Collected %s only, although the steps %s were asked for.", found, sorted(self.steps))
-        if not self.featurize_at_end:
+        if not (self.featurize_at_end or self._reports):
             return
         with _random_states_kept():
             attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
-            self.attributor = attributor.featurize(dict(enumerate(found, self.first_model_id)))
+            if self.featurize_at_end:
+                self.attributor = attributor.featurize(dict(enumerate(found, self.first_model_id)))
+            if self._reports:
+                path = Path(self.args.output_dir) / "training_report.html"
+                run = Replay(of="run", name=self.directory.name)
+                method: Method = run if has_record(attributor.features, run.name) else "auto"
+                self.report = attributor.training_report(self.trainer.eval_dataset, path, method=method)
+                logger.info("%s\nThe page is %s.", self.report, path)
 
     # -- files -------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """`FeaturizedModel`: a model, its training rows, and the features of these rows in a store."""
 
+import copy
 import logging
 import tempfile
 import time
@@ -462,6 +463,27 @@ class FeaturizedModel:
                     "checkpoint in `checkpoints=`, or featurize these weights under another model_id."
                 )
             yield
+
+    def as_trained(self, name: str) -> Self:
+        """Return the model with a store of its own, in which checkpoint 0 is the weights that it has now.
+
+        Ids of featurized checkpoints, or of those that are featurized later, are left alone.
+
+        Args:
+            name: directory of such stores below the output directory. Other weights have another store in it.
+
+        Raises:
+            All that opening the store raises.
+        """
+        self._check_division()
+        with loaded(self.model, None) as fingerprint:
+            found = copy.copy(self)
+            found.sources = {}
+            place, config = Path(self.args.output_dir) / name / fingerprint[:12], self.store_config()
+        with self.processes.all_or_none():  # the main process makes it
+            self.processes.broadcast_from_main(lambda: FeatureStore.open(place, config, COMPARISONS).output_dir)
+            found._store = FeatureStore.open(place, config, COMPARISONS)
+        return found
 
     @property
     def scorer(self) -> Scorer:

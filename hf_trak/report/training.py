@@ -205,7 +205,8 @@ def training_report(
     if train_group_by is None and SOURCE in rows.column_names:
         train_group_by = SOURCE
     sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
-    features, chosen = _with_labels(features), _method(features, method)
+    chosen, near_by = _method(features, method), features
+    features = _with_labels(features.as_trained("training_report"))
     question = _question(features, eval_dataset)
     losses, scale = _losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
@@ -231,7 +232,7 @@ def training_report(
         doubted={row: _name(other, kind) for row, other in doubted.items()},
         doubts=0 if labels is None else len(harmful),
         repeated=repeated,
-        near=_near(features, effects, repeated),
+        near=_near(near_by, effects, repeated),
         no_effect=float(without_effect(effects).mean()),
         settings=settings,
         method=_described(chosen),
@@ -275,23 +276,19 @@ def _with_labels(features: FeaturizedModel) -> FeaturizedModel:
     """Let curvatures of a trainer's own loss have the labels of the rows, since none can be drawn for many of them."""
     if not isinstance(features.task, TrainerLossModelOutput):
         return features
-    features.processes.broadcast_from_main(features.prepare_store)
     found, curvature = copy.copy(features), replace(features.args.curvature, labels="empirical")
     found.args = replace(features.args, curvature=curvature)
     return found
 
 
 def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
-    """Ask about minus the mean loss of all validation rows, under the last checkpoint."""
+    """Ask about minus the mean loss of all validation rows."""
     if not isinstance(features.task, HasLoss) or not isinstance(features.task, BatchedModelOutput):
         raise TypeError(
             f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
             "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
         )
-    features.processes.broadcast_from_main(features.prepare_store)
-    last = features.store.model_ids[-1:] or None
-    question = features.question(eval_dataset, checkpoints=last, group_by=ALL, featurized=False)
-    return replace(question, of_loss=True)
+    return replace(features.question(eval_dataset, group_by=ALL, featurized=False), of_loss=True)
 
 
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:

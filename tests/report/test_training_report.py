@@ -11,7 +11,7 @@ from test_report_browser import CONTRAST, DESKTOP, PHONE, requests_beyond
 from test_report_browser import page as page  # the fixture
 from training_reports import HAND, NEAR, ROWS, TWICE, WEB, PlantedRun, planted_run, trainer_of
 
-from hf_trak import Exact, Replay, TrakAttributor
+from hf_trak import Exact, Replay, TrakAttributor, TrakCallback
 from hf_trak.report import TrainingReport
 from hf_trak.report.training_page import write_training_report
 
@@ -165,6 +165,33 @@ def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: Train
     assert [one.value for one in found.sources] == [one.value for one in found.labels]
     text = (tmp_path / "page.html").read_text()
     assert "pass <code>make_trainer</code>" in text and "call `featurize` first" in text and "Proof" not in text
+
+
+def test_the_callback_reports_when_training_ends(tmp_path: Path) -> None:
+    """The weights are those of a training without it, and checkpoints are featurized afterwards under any id."""
+    plain = trainer(tmp_path / "plain")
+    plain.train()
+    run = trainer(tmp_path / "run", save_strategy="steps", save_steps=4)
+    run.eval_dataset = EVAL
+    callback = TrakCallback(config(tmp_path), name="mine", record=True, trainer=run, report=True)
+    run.add_callback(callback)
+    run.train()
+    assert all(torch.equal(*pair) for pair in zip(run.model.parameters(), plain.model.parameters(), strict=True))
+    assert callback.report is not None and callback.report.method == "replay of the recorded run"
+    assert "Raised the loss most" in (tmp_path / "trak" / "training_report.html").read_text()
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
+    again = attributor.training_report(EVAL, method=Replay(of="run", name="mine"))  # of the last weights all the same
+    assert np.array_equal(again.effects, callback.report.effects) and again.near is not None
+
+
+def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`report` is set without a `trainer`"):
+        TrakCallback(config(tmp_path), report=True)
+    run = trainer(tmp_path)
+    run.add_callback(TrakCallback(config(tmp_path), record=True, trainer=run, report=True))
+    with pytest.raises(TypeError, match="`eval_dataset` of the trainer is a NoneType"):
+        run.train()
+    assert run.state.global_step == 0
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
