@@ -173,11 +173,8 @@ def test_blocks_stay_below_the_limit() -> None:
     computer.max_block_bytes = 4 * 4 * 16 * 4  # four rows of width 16 for four samples
     total, sizes = torch.zeros(4, computer.grad_dim), []
 
-    positions = computer.layout.slot("transformer.wpe.weight").offset  # looked up once for all samples: in one piece
-
     def sink(start: int, block: Tensor) -> None:
-        if start != positions:
-            sizes.append(block.numel() * 4)
+        sizes.append(block.numel() * 4)
         total[:, start : start + block.shape[1]] += block
 
     computer.stream(batch, sink)
@@ -209,6 +206,20 @@ class RelativeBias(nn.Module):
         scores = scores + self.norm(self.bias(index)).permute(2, 0, 1).unsqueeze(0)
         scores += self.table[(positions[:, None] * 0 + positions[None]) % 25].permute(2, 0, 1)
         return (scores.softmax(-1) @ heads).transpose(1, 2).reshape(x.shape)
+
+
+class Positions(nn.Module):
+    """Hazard (a'): rows of tables that all samples look up, some of them twice, one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.padded = nn.Embedding(40, 8), nn.Embedding(9, 8, padding_idx=2)
+        self.scaled, self.project = nn.Embedding(7, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = torch.arange(x.shape[1]) // 2
+        h = self.project(x + self.places(ids * 9) + self.padded(ids[None]))
+        return h + self.scaled(ids) * 2
 
 
 class Windows(nn.Module):
@@ -304,7 +315,7 @@ class Loose(nn.Module):
         return x @ self.out
 
 
-@pytest.mark.parametrize("kind", [RelativeBias, Windows, SequenceMajor, RoutedBlock, Loose])
+@pytest.mark.parametrize("kind", [RelativeBias, Positions, Windows, SequenceMajor, RoutedBlock, Loose])
 @pytest.mark.parametrize("size", [4, 6])
 def test_hazards(kind: type[nn.Module], size: int) -> None:
     """With five or six tokens and four or six samples: sizes must not be taken for one another."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_trak._compat import unseen_by_modes
-from hf_trak.gradient_computers.hooked import computer, hooked_pass, hooks, workspace
+from hf_trak.gradient_computers.hooked import computer, hooked_pass, hooks, tracker, workspace
 from hf_trak.gradient_computers.hooked.rules import conv, embedding
 from hf_trak.kernels import ops
 from hf_trak.kernels.arguments import OuterArguments, ReduceArguments, SjltArguments
@@ -220,10 +221,15 @@ class CountedRuntime:
 
 
 @contextmanager
-def as_on_a_gpu(counting: Counting) -> Iterator[None]:
+def as_on_a_gpu(counting: Counting, values: Callable[[Tensor], np.ndarray] | None = None) -> Iterator[None]:
     """Have the library choose as for CUDA tensors in this context, its kernels counted instead of run.
 
     What is done for the gradients of a layer is in the section of its name.
+
+    Args:
+        counting: counts waits and the library's kernels; enter it within this context for torch's operators.
+        values: gives the numbers of a tensor that is copied to the host, for tensors that have none
+            (`FakeTensorMode`).
     """
     emit, to_numpy = hooks._RuleHandler._emit, Tensor.numpy
 
@@ -231,14 +237,20 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
         with counting.section(handler.name):
             emit(handler, *args)
 
-    on_host: dict[int, Tensor] = {}
+    on_host: dict[int, np.ndarray] = {}
+    kept: list[Tensor] = []
 
     def waiting(name: str) -> Callable[..., Any]:
         original = getattr(Tensor, name)
 
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.untyped_storage()._cdata not in on_host:
+            found = on_host.get(tensor.untyped_storage()._cdata)
+            if found is None:
                 counting.wait(name)
+            if name == "numpy" and found is not None and values:
+                return (
+                    np.broadcast_to(found, tensor.shape) if found.ndim < tensor.ndim else found.reshape(tensor.shape)
+                )
             return original(tensor, *args, **kwargs)
 
         return call
@@ -246,8 +258,10 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
     def copied_to_host(source: Tensor) -> Callable[[], Tensor]:
         counting.launch("copy to host", bytes_of(source), bytes_of(source))
         with unseen_by_modes():
-            copy = torch.from_numpy(to_numpy(source.detach()).copy())
-        on_host[copy.untyped_storage()._cdata] = copy
+            numbers = values(source) if values else to_numpy(source.detach()).copy()
+            copy = torch.empty_like(source) if values else torch.from_numpy(numbers)
+            on_host[copy.untyped_storage()._cdata] = numbers
+        kept.append(copy)  # its memory stays its own
         return lambda: copy
 
     def sent_to_device(source: Tensor, device: torch.device) -> Tensor:
@@ -263,7 +277,7 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
         (computer, "default_block_bytes", lambda device: workspace.default_block_bytes(torch.device("cuda"))),
         (workspace, "_FEW_TERMS", 0),
         (conv, "_one_by_one", conv._as_groups),
-        (hooked_pass, "copied_to_host", copied_to_host),
+        *((module, "copied_to_host", copied_to_host) for module in (hooked_pass, tracker)),
         (embedding, "sent_to_device", sent_to_device),
         (hooks._RuleHandler, "_emit", emitted),
     ]

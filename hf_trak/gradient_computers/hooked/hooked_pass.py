@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.hooked.autograd_functions import Keep, PerSample
 from hf_trak.gradient_computers.hooked.batch_axis import BatchAxis
+from hf_trak.gradient_computers.hooked.rules.embedding import embedding_pieces
 from hf_trak.gradient_computers.hooked.rules.registry import Piece
 from hf_trak.gradient_computers.hooked.traces import (
+    Lookup,
     ModelTrace,
     ParameterUnsupportedError,
     SampleTrace,
@@ -214,9 +216,9 @@ class HookedPass:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
-    def track(self, value: Tensor, roots: tuple[str, ...]) -> Tracked:
+    def track(self, value: Tensor, roots: tuple[str, ...], lookup: Lookup | None = None) -> Tracked:
         """Follow a parameter value that was computed from the parameters `roots`."""
-        tracked = Tracked(value, roots)
+        tracked = Tracked(value, roots, lookup=lookup)
         self.tracked[id(value)] = tracked
         self._kept_alive.append(value)
         return tracked
@@ -277,9 +279,19 @@ class HookedPass:
         if tracked.is_parameter:
             self.blocks.emit(tracked.roots[0], 0, grad.reshape(self.size, -1))
             return
+        if tracked.lookup is not None:
+            self._deposit_rows(tracked.roots[0], tracked.lookup, grad.to(tracked.value.dtype))
+            return
         for root, gradient in zip(tracked.roots, self._pulled_back(tracked, grad), strict=True):
             if gradient is not None:
                 self.blocks.emit(root, 0, gradient.reshape(self.size, -1))
+
+    def _deposit_rows(self, root: str, lookup: Lookup, grad: Tensor) -> None:
+        """Emit the gradients of the rows that were looked up. Through a graph, each sample would be a kernel."""
+        ids, rows = lookup.ids(), lookup.rows
+        ids = ids.expand(self.size, *ids.shape)
+        for _, start, block in embedding_pieces(ids, grad, self.blocks.workspace, rows, lookup.padding_idx):
+            self.blocks.emit(root, start, block)
 
     def deposit_pieces(self, targets: dict[str, Tracked], pieces: Iterable[Piece]) -> None:
         """Deposit the gradients that a rule gives for an operation.

@@ -173,6 +173,21 @@ class ModelTrace:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """Rows of a parameter that all samples look up, such as the positions of a table.
+
+    Attributes:
+        ids: returns their numbers, in host memory or on the device of the parameter.
+        rows: number of rows of the parameter.
+        padding_idx: the row without a gradient; `None` if there is none.
+    """
+
+    ids: Callable[[], Tensor]
+    rows: int
+    padding_idx: int | None
+
+
+@dataclass(frozen=True)
 class Tracked:
     """A parameter value: a tensor computed from parameters alone.
 
@@ -180,11 +195,13 @@ class Tracked:
         value: the tensor, with a small autograd graph that leads back to stand-ins of the parameters.
         roots: names of the parameters that it is computed from.
         is_parameter: whether it is a parameter itself.
+        lookup: what rows of one parameter it is, if it is that; its gradient then takes no graph.
     """
 
     value: Tensor
     roots: tuple[str, ...]
     is_parameter: bool = False
+    lookup: Lookup | None = None
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ dimension, and is followed with a small autograd graph of its own. Where it meet
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.batched_op import HANDLERS, BatchedOp, OpHandler, ParameterCall
 from hf_trak.gradient_computers.hooked.hooked_pass import HookedPass
 from hf_trak.gradient_computers.hooked.traces import (
+    Lookup,
     OpKey,
     OpTrace,
     ParameterUnsupportedError,
@@ -32,6 +34,7 @@ from hf_trak.gradient_computers.hooked.traces import (
     tensors_in,
 )
 from hf_trak.gradient_computers.hooked.width_traces import step_of
+from hf_trak.runtime.transfers import copied_to_host
 
 
 class ParameterTracker(TorchFunctionMode):
@@ -172,6 +175,7 @@ class ParameterTracker(TorchFunctionMode):
             RestartError: the same, and it has a handler.
         """
         hooked_pass = self.hooked_pass
+        before = {id(known.value): (known, known.value._version) for known in call.found.values()}
         with hooked_pass.small_graph(), torch.enable_grad():
             result = call.run(call.with_graph)
         outputs = outputs_of(result)
@@ -186,14 +190,33 @@ class ParameterTracker(TorchFunctionMode):
                 self._require_handler(call)
                 hooked_pass.model_trace.batched_ops.add(call.id)
                 raise RestartError
+        lookup = None if hooked_pass.tracing else _lookup_of(call)
         for tensor in outputs:
+            known, version = before.get(id(tensor), (None, 0))
+            if known is not None and tensor._version == version:  # what it was, as after `to` the device where it is
+                hooked_pass.tracked[id(tensor)] = known
+                continue
             if tensor.requires_grad and tensor.is_floating_point():
-                hooked_pass.track(tensor, call.roots)
+                hooked_pass.track(tensor, call.roots, lookup)
         return result
 
     def _require_handler(self, call: ParameterCall) -> None:
         if call.func not in HANDLERS or call.id in self.hooked_pass.model_trace.unbatched_ops:
             raise ParameterUnsupportedError(call.roots, f"{call.name} mixes parameters with the batch", call.id)
+
+
+def _lookup_of(call: ParameterCall) -> Lookup | None:
+    """Find out whether an operation does nothing but look rows of one parameter up."""
+    if call.func is not F.embedding:
+        return None
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    table, ids = call.found.get(id(given["weight"])), given["input"]
+    if table is None or not table.is_parameter or given.get("max_norm") or given.get("scale_grad_by_freq"):
+        return None
+    return Lookup(
+        copied_to_host(ids) or partial(Tensor.detach, ids.clone()), table.value.shape[0], given.get("padding_idx")
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:
