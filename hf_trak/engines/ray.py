@@ -1,7 +1,7 @@
 """Ray Data as an engine (the extra `ray`).
 
     ray.init()  # or a cluster
-    best = best_rows(RayEngine(num_cpus=1, concurrency=64), ["index.parquet"], targets, 20)
+    best = best_rows(RayEngine(num_cpus=1), ["index.parquet"], targets, 20)
 
 Every node needs hf_trak and the files under the same names. Resources are arguments of `ray.data.Dataset.map_batches`;
 tasks whose processes die are repeated by Ray, and others as `ray.data.DataContext` says.
@@ -23,7 +23,7 @@ class RayEngine:
     def __init__(self, **options: Any) -> None:
         """
         Args:
-            options: arguments of `ray.data.Dataset.map_batches`, such as `num_cpus`, `memory` and `concurrency`.
+            options: arguments of `ray.data.Dataset.map_batches`, such as `num_cpus`, `memory` and `compute`.
         """
         self.options = {"batch_size": None, **options}
 

@@ -141,8 +141,14 @@ def _broken(batch: pa.RecordBatch | pa.Table, problem: str) -> StoreError:
     )
 
 
-def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: "Dataset | None" = None) -> Path:
-    """Write the features of a checkpoint as one Parquet file.
+def write_table(
+    store: FeatureStore,
+    model_id: int,
+    path: str | Path,
+    columns: "Dataset | None" = None,
+    part: tuple[int, int] = (0, 1),
+) -> Path:
+    """Write the features of a checkpoint, or a part of them, as one Parquet file.
 
     Args:
         store ([`~hf_trak.store.store.FeatureStore`]):
@@ -153,12 +159,16 @@ def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: "
             The file.
         columns (`datasets.Dataset`, *optional*):
             Columns of the n training rows to put beside the features, such as `rows.select_columns(["source"])`.
+        part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
+            `(i, files)`: part i of so many, for several files that together have all rows, see [`fragments_of`]. Other
+            processes can write the others.
 
     Returns:
         `Path`: the file.
 
     Raises:
-        ValueError: `columns` has another number of rows, or a column with the name of one of the table's own.
+        ValueError: `columns` has another number of rows, or a column with the name of one of the table's own; or
+            `part` is none of the parts, or has no shard.
         IncompleteStoreError: the checkpoint is not in the store, or lacks rows.
         StoreError: a shard is damaged, or the file cannot be written.
     """
@@ -169,11 +179,17 @@ def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: "
             f"`columns` has {len(columns)} rows and the columns {columns.column_names}. Expected the "
             f"{store.train_size} training rows, and none of {list(OWN)}. Select or rename columns of the dataset."
         )
+    index, files = part
+    if not 0 <= index < files <= len(shards):
+        raise ValueError(
+            f"`part` is {part}. Expected a part from 0 to one less than the number of files, which are at most "
+            f"{len(shards)}, one for each shard."
+        )
     facts = {"config": store.config, "checkpoint": store.checkpoint_info(model_id), "content": shards.content_hash}
     path = Path(path)
     with atomic_path(path) as temporary:
         writer: pq.ParquetWriter | None = None
-        for shard in shards:
+        for shard in shards.part(range(index * len(shards) // files, (index + 1) * len(shards) // files)):
             table = pa.Table.from_batches([batch_of(shard)])
             if columns is not None:
                 beside = columns.with_format("arrow")[shard.start : shard.stop]
@@ -182,17 +198,18 @@ def write_table(store: FeatureStore, model_id: int, path: str | Path, columns: "
             table = table.replace_schema_metadata({_FACTS: sealed_bytes(facts)})
             writer = writer or pq.ParquetWriter(temporary, table.schema, write_page_checksum=True)
             writer.write_table(table)
-        assert writer is not None  # a store has rows
+        assert writer is not None  # a part has shards
         writer.close()
     return path
 
 
 def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureStore:
-    """Make a feature store of Parquet files, one for each checkpoint; all bits are those of the store before.
+    """Make a feature store of Parquet files of its checkpoints; all bits are those of the store before.
 
     Args:
         paths (`Sequence[str]` or `Sequence[Path]`):
-            What [`write_table`] has written of one store. Rows may have come into another order since.
+            What [`write_table`] has written of one store. Where a checkpoint has one file, its rows may have come into
+            another order since.
         directory (`str` or `Path`):
             Where; nothing may be there yet. It appears when all is written.
 
@@ -202,17 +219,21 @@ def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureSt
     Raises:
         ValueError: no file is named, or something is in `directory`.
         ConfigMismatchError: the files come from stores of different configurations.
-        StoreError: a file cannot be read, is damaged, or does not hold every row once.
+        StoreError: a file cannot be read or is damaged, or those of a checkpoint do not hold every row once.
     """
     if not paths or Path(directory).exists():
         raise ValueError(
             f"Given the tables {[str(path) for path in paths]} and `directory={str(directory)!r}`. Expected at least "
             "one table, and a directory that does not exist. Name another one."
         )
+    of_checkpoint: dict[int, list[Path]] = {}
+    for path in map(Path, paths):
+        with _opened(path) as file:
+            of_checkpoint.setdefault(_facts(file, path)["checkpoint"]["model_id"], []).append(path)
     with atomic_directory(Path(directory)) as place:
-        for path in paths:
-            with _opened(path) as file:
-                _read_table(file, Path(path), place)
+        for files in of_checkpoint.values():
+            with _opened(files[0]) as file:
+                _read_checkpoint(file, files, place)
     return FeatureStore.load(directory)
 
 
@@ -307,16 +328,18 @@ def read_fragment(fragment: Fragment) -> pa.Table:
     return table
 
 
-def _read_table(file: pq.ParquetFile, path: Path, place: Path) -> None:
-    facts = _facts(file, path)
+def _read_checkpoint(file: pq.ParquetFile, files: list[Path], place: Path) -> None:
+    path, facts = files[0], _facts(file, files[0])
     config, info = facts["config"], facts["checkpoint"]
     rows = file.metadata.num_rows
-    if config.get("train_size") != rows:
+    if len(files) == 1 and config.get("train_size") != rows:
         raise _not_a_table(path, f"it has {rows} rows of {config.get('train_size')}")
+    fragments = fragments_of(files) if len(files) > 1 else []
     store = FeatureStore.open(place, config)
     store.register_checkpoint(info["model_id"], info["fingerprint"], info["source"])
     shards = store.train(info["model_id"])
-    for index, shard in enumerate(_in_order(file, shards, path)):
+    found = _divided(map(read_fragment, fragments), shards) if fragments else _in_order(file, shards, path)
+    for index, shard in enumerate(found):
         features = shard.features
         tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features.to(shards.dtype)}
         form, expected = getattr(features, "form", None), (len(shards.plan.rows(index)), shards.width)
@@ -338,16 +361,8 @@ def _in_order(file: pq.ParquetFile, shards: ShardSet, path: Path) -> Iterator[Sh
     names = [name for name in OWN if name in file.schema_arrow.names]
     ids = file.read(columns=[ROW_ID]).column(ROW_ID).to_numpy()
     if np.array_equal(ids, np.arange(len(ids))):
-        batches: Iterator[pa.RecordBatch] = file.iter_batches(shards.plan.shard_size, columns=names)
-        held = pa.table({})
-        for index in range(len(shards)):
-            size = len(shards.plan.rows(index))
-            parts = [held] if held.num_rows else []
-            while sum(part.num_rows for part in parts) < size:
-                parts.append(pa.Table.from_batches([next(batches)]))
-            together = pa.concat_tables(parts)
-            held = together.slice(size)
-            yield rows_of(together.slice(0, size))[1]
+        batches = file.iter_batches(shards.plan.shard_size, columns=names)
+        yield from _divided((pa.Table.from_batches([batch]) for batch in batches), shards)
         return
     if not np.array_equal(np.sort(ids), np.arange(len(ids))):
         raise _not_a_table(path, f"`{ROW_ID}` has not every number from 0 to {len(ids) - 1} once")
@@ -355,6 +370,19 @@ def _in_order(file: pq.ParquetFile, shards: ShardSet, path: Path) -> Iterator[Sh
     for index in range(len(shards)):
         part = shards.plan.rows(index)
         yield rows_of(whole.slice(part.start, len(part)))[1]
+
+
+def _divided(tables: Iterator[pa.Table], shards: ShardSet) -> Iterator[Shard]:
+    """Yield the shards of a store from tables that have its rows in order."""
+    held = pa.table({})
+    for index in range(len(shards)):
+        size = len(shards.plan.rows(index))
+        parts = [held] if held.num_rows else []
+        while sum(part.num_rows for part in parts) < size:
+            parts.append(next(tables))
+        together = pa.concat_tables(parts)
+        held = together.slice(size)
+        yield rows_of(together.slice(0, size))[1]
 
 
 def _facts(file: pq.ParquetFile, path: Path) -> dict[str, Any]:

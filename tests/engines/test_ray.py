@@ -44,7 +44,7 @@ def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
 
 
 def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
-    check_killed(engine, index, tmp_path, kills=3)
+    check_killed(engine, index, tmp_path, kills=2)
 
 
 def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path) -> None:

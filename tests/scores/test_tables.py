@@ -1,6 +1,7 @@
 """Indexes as tables: the same bits by fragments, and there and back; what is no table is refused."""
 
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,26 @@ def test_there_and_back_all_bits_are_the_same(tmp_path: Path, dtype: str, shuffl
         files = [store.train(model_id).path(index) for index in range(len(store.train(model_id)))]
         for file in files:
             assert (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes() == file.read_bytes()
+
+
+def test_parts_are_written_by_themselves_and_read_together(tmp_path: Path) -> None:
+    store = made(tmp_path / "a", "int4")
+    for part in (2, 0, 3, 1):
+        write_table(store, 0, tmp_path / f"tables/{part}.parquet", part=(part, 4))
+    paths = sorted((tmp_path / "tables").iterdir())
+    assert [pq.read_metadata(path).num_rows for path in paths] == [8, 16, 8, 9]
+    again = read_tables([paths[2], paths[0], paths[3], paths[1]], tmp_path / "b")
+    for index in range(len(store.train(0))):
+        assert again.train(0).path(index).read_bytes() == store.train(0).path(index).read_bytes()
+    with pytest.raises(IncompleteStoreError, match="After row 7 of 41"):
+        read_tables([paths[0], *paths[2:]], tmp_path / "c")
+    write_table(made(tmp_path / "other", "int2"), 0, paths[1], part=(1, 4))
+    with pytest.raises(HfTrakError, match="different stores or checkpoints"):
+        read_tables(paths, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    for part in ((4, 4), (-1, 4), (0, 7)):
+        with pytest.raises(ValueError, match=re.escape(f"`part` is {part}")):
+            write_table(store, 0, paths[0], part=part)
 
 
 def test_other_tools_read_it(tmp_path: Path) -> None:
