@@ -23,6 +23,7 @@ from kit.python_text import python_reference
 from kit.splits import SplitArguments
 from kit.text_models import train_tokenizer
 from kit.training import TrainingRecipeArguments, start, train_and_attribute
+from people import people
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,8 +48,8 @@ class DataArguments(SplitArguments):
     dataset_name: str = field(
         default="Salesforce/wikitext",
         metadata={
-            "help": "A dataset on the Hub, a directory written by `save_to_disk`, or `python_reference` (Python's "
-            "language reference, needs no network)."
+            "help": "A dataset on the Hub, a directory written by `save_to_disk`, or `people` (made-up sentences) or "
+            "`python_reference` (Python's language reference), which need no network."
         },
     )
     dataset_config_name: str | None = field(default="wikitext-2-raw-v1", metadata={"help": "Configuration of it."})
@@ -97,7 +98,9 @@ class RecipeArguments(TrainingRecipeArguments):
 
 def load_documents(args: DataArguments) -> tuple[Dataset, Dataset]:
     """Load the training documents and those to explain, without rows of few words."""
-    train, targets = splits.load_splits(args_without_limits(args), {"python_reference": python_reference})
+    train, targets = splits.load_splits(
+        args_without_limits(args), {"people": people, "python_reference": python_reference}
+    )
     splits.require_columns((train, targets), {"text_column": args.text_column}, args.dataset_name)
     train, targets = (
         rows.filter(lambda row: len(row[args.text_column].split()) >= args.least_words, desc="Leaving out short rows")

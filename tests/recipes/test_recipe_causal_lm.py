@@ -15,9 +15,8 @@ pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
 
 RECIPE = ROOT / "recipes" / "causal_lm"
 SMALL = (
-    "--config", str(RECIPE / "smallest.yaml"), "--max_train_samples=80", "--max_eval_samples=3", "--block_size=24",
-    "--num_train_epochs=2", "--save_steps=0.5", "--num_checkpoints=2", "--proj_dim=128", "--shard_size=64",
-    "--top_k=6", "--num_targets=2", *CPU,
+    "--config", str(RECIPE / "smallest.yaml"), "--max_eval_samples=8", "--num_train_epochs=25", "--save_steps=0.5",
+    "--num_checkpoints=2", "--proj_dim=512", "--shard_size=64", "--top_k=6", "--num_targets=2", *CPU,
 )  # fmt: skip
 
 
@@ -44,9 +43,13 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_scores_document_by_document_and_token_by_token(finished):
     out, printed = finished
     scored, by_token, train = (load_from_disk(out / name) for name in ("scored", "by_token", "train"))
-    assert (len(scored), len(by_token), len(train)) == (3, 2, 80)
+    assert (len(scored), len(by_token), len(train)) == (8, 2, 160)
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["perplexity"] > 1 and len(summary["attributions"]) == 2
+    assert 1 < summary["perplexity"] < 3 and len(summary["attributions"]) == 2  # it has learned what it is asked
+    assert f"perplexity {summary['perplexity']:.1f} on held-out documents" in printed
+    names, told = np.asarray(train["name"]), np.asarray(scored["name"])
+    same = names[np.asarray(scored["trak_indices"][:])[:, :4]] == told[:, None]
+    assert same.mean() > 0.25  # of four rows about the same person, among 160: by chance 0.025
     for target in summary["attributions"]:
         row = by_token[target["row"]]
         assert row["trak_indices"] == scored[target["row"]]["trak_indices"][:3]
@@ -67,10 +70,10 @@ def test_a_prompt_is_explained_with_the_same_features(finished):
     train = list((out / "trak").rglob("train-*.safetensors"))
     before = [path.stat().st_mtime_ns for path in train]
     assert train
-    run_script(RECIPE, out, *SMALL, "--prompt=The name of a class", "--completion= is bound to the class object")
+    run_script(RECIPE, out, *SMALL, "--prompt=In Arles everybody knows Ada, who", "--completion= plays the harp")
     assert [path.stat().st_mtime_ns for path in train] == before
     by_token = load_from_disk(out / "by_token")
-    assert len(by_token) == 1 and by_token[0]["text"] == "The name of a class is bound to the class object"
+    assert len(by_token) == 1 and by_token[0]["text"] == "In Arles everybody knows Ada, who plays the harp"
     positions = by_token[0]["trak_token_positions"]
     assert [label for label in by_token[0]["labels"] if label != -100] == [
         by_token[0]["input_ids"][i] for i in positions
