@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, Value
 from torch.nn.functional import normalize
 
 from hf_trak.data.rows import batch_rows
@@ -147,7 +148,8 @@ class TrainingReport(Result):
     @property
     def price(self) -> str:
         """Say what the effects have cost."""
-        return f"{self.passes:.3g} passes over the training rows, {duration(self.seconds)}"
+        passes = f"{self.passes:.3g}"
+        return f"{passes} pass{'' if passes == '1' else 'es'} over the training rows, {duration(self.seconds)}"
 
     def harmful(self, count: int) -> list[int]:
         """List the rows that raised the loss most, the most harmful first."""
@@ -202,7 +204,7 @@ def training_report(
             f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, whose columns are "
             "reported. Convert them, such as with `Dataset.from_list`."
         )
-    if train_group_by is None and SOURCE in rows.column_names:
+    if train_group_by is None and _has_sources(rows):
         train_group_by = SOURCE
     sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
     chosen, near_by = _method(features, method), features
@@ -270,6 +272,13 @@ def _method(features: FeaturizedModel, method: Method) -> Exact | Replay:
         f"`method` is {method!r}. Expected 'auto', 'exact' or 'replay', or `Exact(...)` or `Replay(...)` of "
         "`hf_trak`, whose scores are changes of a loss. Use `attribute` for others."
     )
+
+
+def _has_sources(rows: Dataset) -> bool:
+    """Tell whether the column of sources groups rows: translations have one of that name with texts, or lists."""
+    kind = rows.features.get(SOURCE)
+    flat = isinstance(kind, ClassLabel) or (isinstance(kind, Value) and not pa.types.is_floating(kind.pa_type))
+    return flat and len(rows.unique(SOURCE)) <= len(rows) / 2
 
 
 def _with_labels(features: FeaturizedModel) -> FeaturizedModel:

@@ -117,13 +117,20 @@ def verify_store(directory: Path) -> Iterator[Finding]:
         return  # it looks at the features of the original store
     names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in directory.glob("checkpoint-*")}
     checkpoints = sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
+    featurized = any(directory.glob("checkpoint-*/train-*")) or not _has_answers(directory)
     for model_id in checkpoints:
-        yield from _checkpoint(store, model_id)
+        yield from _checkpoint(store, model_id, featurized)
     for place in sorted(path for path in directory.glob("experiments/*") if path.is_dir()):
-        yield from _experiment(store, place, checkpoints)
+        if featurized or (place / "experiment.json").exists():
+            yield from _experiment(store, place, checkpoints)
 
 
-def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
+def _has_answers(directory: Path) -> bool:
+    """Tell whether a store has answers from whole gradients, which take no features: none are missing then."""
+    return any(any(directory.glob(f"experiments/*/{kind}-*")) for kind in ("exact", "replay"))
+
+
+def _checkpoint(store: FeatureStore, model_id: int, featurized: bool) -> Iterator[Finding]:
     directory = store.checkpoint_dir(model_id)
     record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
     listed = judged(member, lambda: read_sealed(member), f"Delete it, if it is there. {_FEATURIZE_AGAIN}")
@@ -133,7 +140,7 @@ def _checkpoint(store: FeatureStore, model_id: int) -> Iterator[Finding]:
         return
     known = judged(record, lambda: store.checkpoint_info(model_id), f"Restore it, or delete it. {_FEATURIZE_AGAIN}")
     yield known
-    if known.state != "intact":
+    if known.state != "intact" or not featurized:
         return
     shards = list(store.train(model_id).findings(_FEATURIZE))
     yield from shards

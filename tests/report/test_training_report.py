@@ -6,13 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from replay_runs import EVAL, TRAIN, RowWeights, config, differences, recorded, tiny, trainer
 from test_report_browser import CONTRAST, DESKTOP, PHONE, requests_beyond
 from test_report_browser import page as page  # the fixture
 from training_reports import HAND, NEAR, ROWS, TWICE, WEB, PlantedRun, planted_run, trainer_of
 
 from hf_trak import Exact, Replay, TrakAttributor, TrakCallback
+from hf_trak.cli.main import main
 from hf_trak.report import TrainingReport
+from hf_trak.report.training import _has_sources
 from hf_trak.report.training_page import write_training_report
 
 
@@ -167,7 +170,7 @@ def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: Train
     assert "pass <code>make_trainer</code>" in text and "call `featurize` first" in text and "Proof" not in text
 
 
-def test_the_callback_reports_when_training_ends(tmp_path: Path) -> None:
+def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The weights are those of a training without it, and checkpoints are featurized afterwards under any id."""
     plain = trainer(tmp_path / "plain")
     plain.train()
@@ -182,6 +185,8 @@ def test_the_callback_reports_when_training_ends(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     again = attributor.training_report(EVAL, method=Replay(of="run", name="mine"))  # of the last weights all the same
     assert np.array_equal(again.effects, callback.report.effects) and again.near is not None
+    assert main(["inspect", str(tmp_path / "trak"), "--check"]) == 0
+    assert " 0 missing" in capsys.readouterr().out  # of a store that has no features
 
 
 def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_path: Path) -> None:
@@ -192,6 +197,13 @@ def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_pa
     with pytest.raises(TypeError, match="`eval_dataset` of the trainer is a NoneType"):
         run.train()
     assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("source", [[[1]], ["a"], [0.5]])
+def test_columns_named_source_that_group_nothing(source: list[Any]) -> None:
+    assert _has_sources(Dataset.from_dict({"source": ["web", "web", "book", "book"]}))
+    texts = [f"{source[0]}{row}" for row in range(4)] if source == ["a"] else source * 4
+    assert not _has_sources(Dataset.from_dict({"source": texts}))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
