@@ -68,7 +68,8 @@ def _verified(directory: Path, checks: Iterable[tuple[RecordCheck, Path]]) -> It
             if finding.path not in seen:
                 yield finding
             seen.add(finding.path)
-    for path in sorted({*directory.rglob("*.json"), *directory.rglob("*.safetensors")} - seen):
+    others = {*directory.rglob("*.json"), *directory.rglob("*.safetensors")} - seen
+    for path in sorted(others - {*directory.glob("ensemble/*/*/*")}):  # those are the trainer's
         name = f"/{path.relative_to(directory).as_posix()}"
         remedy = next((text for pattern, text in REMEDIES.items() if fnmatch.fnmatch(name, pattern)), None)
         if remedy is not None:
