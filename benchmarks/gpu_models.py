@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -92,7 +93,7 @@ def llama() -> Model:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda") if torch.cuda.is_available() else nullcontext():
         model = LlamaForCausalLM(config)
     return model, torch.randint(0, 128_256, (8, 512)), next_token_loss
 

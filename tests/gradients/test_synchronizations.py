@@ -1,6 +1,6 @@
 """A batch's gradients and features are computed without waiting for the device, in few launches, and written once.
 
-What would be launched on a GPU is counted on the CPU, see `tests/kit/gpu_counts.py`; with a GPU, CUDA itself tells
+What would be launched on a GPU is counted on the CPU, see `tests/kit/device_counts.py`; with a GPU, CUDA itself tells
 about waits.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_counts import Counting, Counts, as_on_a_gpu
+from device_counts import Counting, Counts, as_on_a_gpu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (

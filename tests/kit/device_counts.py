@@ -54,6 +54,7 @@ class Counts:
         read, written: bytes of the arguments and the results of launches.
         allocated: bytes of new memory.
         flops: floating point operations of products, convolutions and attention.
+        work: bytes and operations of each launch.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -62,6 +63,7 @@ class Counts:
     written: Counter[str] = field(default_factory=Counter)
     allocated: int = 0
     flops: int = 0
+    work: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Counting(TorchDispatchMode):
@@ -104,6 +106,7 @@ class Counting(TorchDispatchMode):
             counts.read[name] += read
             counts.written[name] += written
             counts.flops += flops
+            counts.work.append((read + written, flops))
 
         self.add(add)
 
@@ -182,6 +185,10 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if name == "convolution_backward":  # torch counts the weights' part once per group too often
+        grad, x, weight = args[:3]
+        positions = (x if args[7] else grad).shape[2:].numel()  # `transposed`
+        return 2 * x.shape[0] * positions * weight.numel() * sum(args[10][:2])  # `output_mask`
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 

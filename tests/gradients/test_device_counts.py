@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_counts import Counting, Counts, as_on_a_gpu
+from device_counts import Counting, Counts, as_on_a_gpu
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -62,6 +62,13 @@ def test_a_training_step() -> None:
     found = counts_of(lambda: F.linear(x, w).sum().backward())
     assert found.launches == Counter({"mm": 3, "sum": 1, "ones_like": 1})
     assert found.flops == 3 * 2 * 4 * 8 * 16
+
+
+def test_a_step_of_a_convolution_with_groups() -> None:
+    """Forward, and backward to the weight: 2 · 9 positions · 6 channels out · 2 channels in of a group · 9 each."""
+    x, w = torch.randn(3, 4, 5, 5), torch.randn(6, 2, 3, 3, requires_grad=True)
+    found = counts_of(lambda: F.conv2d(x, w, groups=2).sum().backward())
+    assert found.flops == 2 * (2 * 3 * 9 * 6 * 2 * 9)
 
 
 @pytest.mark.parametrize(
