@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
-import ray.data
-from ray.exceptions import RayError
 
 from hf_trak.engines.engine import failed
+from hf_trak.runtime.checks import required
 
 
 class RayEngine:
@@ -24,7 +23,11 @@ class RayEngine:
         """
         Args:
             options: arguments of `ray.data.Dataset.map_batches`, such as `num_cpus`, `memory` and `compute`.
+
+        Raises:
+            ModuleNotFoundError: Ray is not installed.
         """
+        self._data = required("ray.data", "`RayEngine` needs Ray Data. Install it with `pip install 'ray[data]'`.")
         self.options = {"batch_size": None, **options}
 
     def map(self, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:
@@ -33,7 +36,9 @@ class RayEngine:
         Raises:
             StoreError: Ray has given a task up.
         """
-        blocks = ray.data.from_arrow([parts.slice(number, 1) for number in range(parts.num_rows)])
+        from ray.exceptions import RayError
+
+        blocks = self._data.from_arrow([parts.slice(number, 1) for number in range(parts.num_rows)])
         try:
             found = blocks.map_batches(function, batch_format="pyarrow", **self.options)
             yield from found.iter_batches(batch_size=None, batch_format="pyarrow")

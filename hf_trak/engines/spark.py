@@ -7,18 +7,20 @@ configuration says: `spark.task.cpus`, `spark.task.maxFailures`.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
 
 from hf_trak.engines.engine import failed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 class SparkEngine:
     """Applies the function in Spark's `mapInArrow`."""
 
-    def __init__(self, session: SparkSession) -> None:
+    def __init__(self, session: "SparkSession") -> None:
         """
         Args:
             session: the session that asks.
@@ -31,6 +33,8 @@ class SparkEngine:
         Raises:
             StoreError: Spark has given a task up.
         """
+
+        from pyspark.errors import PySparkException
 
         def applied(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             # Results as bytes: their rows stay numbers of Arrow, and need no schema of Spark.

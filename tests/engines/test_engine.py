@@ -1,6 +1,7 @@
 """Questions to engines: in any order and division the answers of `attribute`; what is not a whole index is refused."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from engine_runs import FILES, TOP_K, N, TableIndex, check_answers, damage, tabl
 
 from hf_trak.engines import engine as engine_module
 from hf_trak.engines.engine import Engine, LocalEngine, best_rows, gram
+from hf_trak.engines.ray import RayEngine
 from hf_trak.errors import HfTrakError, StoreError
 from hf_trak.store.tables import fragments_of, read_fragment, rows_of
 
@@ -114,6 +116,12 @@ def test_what_is_not_the_whole_index_is_refused(case: str, index: TableIndex, tm
     change(tmp_path / "tables")
     with pytest.raises((HfTrakError, ValueError), match=message):
         best_rows(LocalEngine(), [tmp_path / "tables"], index.targets, TOP_K)
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`RayEngine` needs Ray Data\. Install it"):
+        RayEngine()
 
 
 def test_files_and_directories_are_named_together(index: TableIndex) -> None:
