@@ -362,7 +362,7 @@ class ExactScores:
             targets=self._given(question, model_id),
         )
         featurizer = self.model.featurizer(self._target_task(question), form.preconditioning())
-        what = f"{question.name}, preconditioned, checkpoint {model_id}"
+        what = f"{question.title}, preconditioned, checkpoint {model_id}"
         featurizer.fill(shards, eval_dataset, model_id, "target", what)
         return shards
 
@@ -410,7 +410,7 @@ class ExactScores:
             draws = model.featurizer().batches(eval_dataset, "target").draws
             form = own_form(curvature, self.damping, self.target_rank)
             projector = owned.map(OwnPreconditioning(form, keeper, draws), curvature)
-            what = f"{question.name}, preconditioned, checkpoint {model_id}"
+            what = f"{question.title}, preconditioned, checkpoint {model_id}"
             featurizer = model.featurizer(self._target_task(question), projector)
             featurizer.fill(summary, eval_dataset, model_id, "target", what)
         return summary
@@ -439,7 +439,7 @@ class ExactScores:
             self.target_dtype, targets=given, refinement=tag,
         )  # fmt: skip
         plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
-        what = f"{question.name}, checkpoint {model_id}"
+        what = f"{question.title}, checkpoint {model_id}"
 
         def fill() -> None:
             featurizer = self.model.featurizer(self._target_task(question), plain)
@@ -486,7 +486,7 @@ class ExactScores:
                 continue
             products = self._products(curvature, targets, columns, groups, model_id)
             featurizer = model.featurizer(self.scored_task, products)
-            what = f"{question.name}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
+            what = f"{question.title}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
             featurizer.fill(shards, train_rows, model_id, "train", what)
         return chunks
 

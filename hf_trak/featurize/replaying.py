@@ -149,7 +149,7 @@ class ReplayScores(ExactScores):
         missing = processes.broadcast_from_main(found.unwritten)
         if not missing:
             return found
-        m, what = len(question.eval_dataset), f"{question.name}, checkpoint {model_id}"
+        m, what = len(question.eval_dataset), f"{question.title}, checkpoint {model_id}"
         gradients = self._shards(directory, "gradients", m, total, min(m, size), model_id, curvature, targets=given)
         plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
         self.model.featurizer(self._target_task(question), plain).fill(
