@@ -11,7 +11,7 @@ from hf_trak.data.drawn_rows import generators_kept
 from hf_trak.data.images import ImageTokens
 from hf_trak.data.preferences import PREPARED, kind_of, trainer_task
 from hf_trak.data.rows import Collator, RowBatches, forward_columns
-from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
+from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput, call_model
 from hf_trak.modelout_functions.batches import evaluating, size_of
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
@@ -224,8 +224,8 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows
         with evaluating(model):
             for single in first.alone:
                 found.append(float(own.computed(model, single)))
-                args, kwargs = of.model_inputs(single)
-                known.append(float(of.per_sample_loss(model(*args, **kwargs), single)))
+                output = call_model(model, None, None, *of.model_inputs(single))
+                known.append(float(of.per_sample_loss(output, single)))
                 labels.append(max(1, int((single["labels"] != -100).sum())) if "labels" in single else 1)
     except _ERRORS as error:
         logger.warning("The loss of the trainer could not be compared with the task of the model: %s", error)

@@ -229,6 +229,17 @@ class BatchedModelOutput(AbstractModelOutput):
             return self.out_to_loss_grad(call_model(model, weights, buffers, *self.model_inputs(batch)), batch)
 
 
+def joined(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch as its collator made it: entries that are named in `batch["stacked"]` lose the dimension of rows.
+
+    Args:
+        batch (`Mapping[str, Any]`):
+            The batch, see [`STACKED`].
+    """
+    given = dict(batch)
+    return given | {name: given[name].flatten(0, 1) for name in given.pop(STACKED, ())}
+
+
 def call_model(
     model: torch.nn.Module,
     weights: Tensors | None,
@@ -240,10 +251,7 @@ def call_model(
 
     Arguments that are named in `kwargs["stacked"]`, see [`STACKED`], lose their dimension of rows.
     """
-    if STACKED in kwargs:
-        kwargs = dict(kwargs)
-        for name in kwargs.pop(STACKED):
-            kwargs[name] = kwargs[name].flatten(0, 1)
+    kwargs = joined(kwargs)
     if weights is None:
         return model(*args, **kwargs)
     return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)

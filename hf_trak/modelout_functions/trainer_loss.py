@@ -29,7 +29,7 @@ from hf_trak.modelout_functions.answered_calls import (
     divided,
     leaf,
 )
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, joined
 from hf_trak.modelout_functions.batches import size_of, takes_positions, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
@@ -364,7 +364,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
 
         With `items`, which are `num_items_in_batch`, it is the loss of a batch, and otherwise that of a row.
         """
-        view = self._view()
+        view, inputs = self._view(), joined(inputs)
         model = call if isinstance(call, torch.nn.Module) else Answering(self._model, call)
         vars(view).update(model=model, model_wrapped=model)
         of_a_row = items is _OF_A_ROW

@@ -191,7 +191,7 @@ def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
     assert float(((found[1] - found[0]).norm(dim=1) / found[0].norm(dim=1)).max()) < 1e-5
 
 
-def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
+def test_sft_of_a_vision_language_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TRL's trainer, its collator and its processor, then the lines of the README; batches of four as rows alone."""
     trl = pytest.importorskip("trl")
     rows, model = conversations(8), vlm("qwen2_vl")
@@ -205,11 +205,40 @@ def test_sft_of_a_vision_language_model(tmp_path: Path) -> None:
     for size in (4, 1):
         config = trak_config(str(tmp_path / str(size)), per_device_batch_size=size, feature_dtype="float32", **QUICK)
         own = TrakAttributor.from_trainer(trainer, config)
+        assert "could not be compared" not in caplog.text, "the trainer's loss of rows with images is known"
         own.featurize()
         found.append(torch.cat([shard.grads for shard in own.features.store.train(0)]))
         scored = own.attribute(rows.select(range(3)), top_k=3)
         assert [indices[0] for indices in scored["trak_indices"]] == [0, 1, 2], "a training row is its own proponent"
     assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 1e-5
+
+
+def test_a_loss_of_ones_own_for_rows_with_images(tmp_path: Path) -> None:
+    """Features are gradients of what the trainer computes for rows that its collator made alone."""
+    trl = pytest.importorskip("trl")
+
+    class Calibrated(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            labels = inputs["labels"][:, 1:]
+            logits = model(**inputs).logits[:, :-1]
+            each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            penalty = logits.logsumexp(2).square().mean(1)
+            return (each.sum(1) / (labels != -100).sum(1) + 0.1 * penalty).mean()
+
+    model = vlm("qwen2_vl")
+    model.config.pad_token_id = 0
+    options = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": [], "use_cpu": True}
+    args = trl.SFTConfig(str(tmp_path / "out"), **options)
+    trainer = Calibrated(model, args=args, train_dataset=conversations(3), processing_class=processor_of_words())
+    config = trak_config(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", **QUICK)
+    own = TrakAttributor.from_trainer(trainer, config)
+    found, names = features(own), [slot.name for slot in own.features.layout.slots]
+    parameters = dict(model.eval().named_parameters())
+    for row in range(3):
+        loss = trainer.compute_loss(model, trainer.data_collator([trainer.train_dataset[row]]))
+        alone = torch.autograd.grad(loss, [parameters[name] for name in names])
+        expected = -torch.cat([one.flatten() for one in alone])
+        assert float((found[row] - expected).norm()) < 1e-5 * float(expected.norm())
 
 
 def test_rows_of_equal_images_share_batches(tmp_path: Path) -> None:
