@@ -582,8 +582,8 @@ class TrakAttributor:
         if features.processes.is_main_process:
             say(
                 logger,
-                f"{named(chosen)} scored {features.train_size:,} rows for {question.m:,} targets in "
-                f"{duration(time.monotonic() - begun)}.",
+                f"{named(chosen)} scored {features.train_size:,} rows for {question.m:,} "
+                f"target{'s' * (question.m != 1)} in {duration(time.monotonic() - begun)}.",
             )
         rows = self.train_dataset if per == "train" else question.rows
         scored = attach_columns(without_rerank_columns(rows), found.columns)
