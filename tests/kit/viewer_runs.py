@@ -15,7 +15,17 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from doc_examples import WORDS, word_tokenizer
 from PIL import Image as PILImage
 from test_report import HOSTILE, counted, with_scores
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    set_seed,
+)
 
 from hf_trak.cli.main import main
 from hf_trak.report import AttributionRun
@@ -57,6 +67,35 @@ def language_index(directory: Path) -> Path:
     arguments = ("--model", str(directory / "model"), "--train_dataset", str(directory / "rows.jsonl"))
     more = ("--text_columns", "text", "--output_dir", str(directory / "trak"), "--max_length", "32")
     assert main(["featurize", *arguments, *more, *QUICK, "--json"]) == 0
+    return directory / "trak"
+
+
+def review_index(directory: Path) -> Path:
+    """Train a small GPT-2 on reviews in plain words, and featurize them from the command line."""
+    set_seed(0)
+    tokenizer = word_tokenizer()
+    config = GPT2Config(vocab_size=30, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
+    model, words = GPT2LMHeadModel(config), ("good", "great", "bad", "dull")
+    texts = [
+        f"{a} {b} was {c}{d}"
+        for a in ("the", "a")
+        for b in ("film", "plot")
+        for c in ("", "very ", "not ")
+        for d in words
+    ]
+    rows = Dataset.from_dict({"text": texts, "source": ["praise" if text[-1] in "dt" else "blame" for text in texts]})
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(directory / "out"), num_train_epochs=30, learning_rate=5e-3, **options)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    Trainer(model, arguments, collator, Dataset.from_dict({"input_ids": ids})).train()
+    model.save_pretrained(directory / "model")
+    tokenizer.model_max_length = 32
+    tokenizer.save_pretrained(directory / "model")
+    rows.to_json(directory / "rows.jsonl")
+    arguments = ["--model", str(directory / "model"), "--train_dataset", str(directory / "rows.jsonl")]
+    arguments += ["--text_columns", "text", "--output_dir", str(directory / "trak"), "--max_length", "32", "--use_cpu"]
+    assert main(["featurize", *arguments, "--json"]) == 0
     return directory / "trak"
 
 

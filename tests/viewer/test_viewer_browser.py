@@ -17,7 +17,7 @@ from typing import Any
 import browser
 import pytest
 from browser import Page
-from viewer_runs import BAD, N, hostile_run, image_index, language_index, picture
+from viewer_runs import BAD, N, hostile_run, image_index, language_index, picture, review_index
 
 pytest.importorskip("gradio")
 
@@ -45,6 +45,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the page of an index of texts."""
     directory = language_index(tmp_path_factory.mktemp("texts"))
     with served(opened(["--index", str(directory), "--title", BAD[0]])[0]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the page of a language model that has learned some reviews."""
+    with served(opened(["--index", str(review_index(tmp_path_factory.mktemp("reviews")))])[0]) as url:
         yield url
 
 
@@ -309,3 +316,25 @@ def test_a_password_closes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH, base64.b64encode(b"x").decode())
     with pytest.raises(ValueError, match="has no user or no password"):
         serve(RunSession(hostile_run()), port=None, block=False)
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["text", "phone"])
+def test_the_pictures_of_the_docs(
+    page: Page, reviews: str, size: tuple[int, int], tmp_path: Path, request: Any
+) -> None:
+    """A typed target and its rows. `HF_TRAK_PICTURES=docs/images` draws those of the docs again."""
+    place = Path(os.environ.get("HF_TRAK_PICTURES", tmp_path))
+    page.size(*size, mobile=size is PHONE)
+    try:
+        visit(page, reviews)
+        put(page, "#field-0", "the plot was very dull")
+        page.press("Tab")
+        click(page, "#ask-button")
+        text = shown(page, ANSWER, "Helped most")
+        assert "the plot was very dull" in text.partition("Helped most")[2].partition("row")[2][:60]
+        page.evaluate(f"document.querySelector('{ANSWER if size is PHONE else 'body'}').scrollIntoView()")
+        wait(page, f"document.querySelector('{ANSWER} iframe').clientHeight > 300")
+        drawn = page.screenshot(place / f"viewer_{request.node.callspec.id}.png")
+    finally:
+        page.size(*DESKTOP)
+    assert 10_000 < drawn.stat().st_size < 150_000
