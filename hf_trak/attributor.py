@@ -82,7 +82,6 @@ from hf_trak.trajectory.summary import RunSummary
 
 if TYPE_CHECKING:
     from hf_trak.report.notebook import TargetDisplay
-    from hf_trak.report.training import TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -845,58 +844,6 @@ class TrakAttributor:
         from hf_trak.report.page import ReportOptions, write_report
 
         return write_report(last_result(self).run(self.features), path, ReportOptions(**options))
-
-    def training_report(
-        self,
-        eval_dataset: Any,
-        path: str | Path | None = None,
-        *,
-        method: Method = "auto",
-        train_group_by: GroupBy | None = None,
-        make_trainer: Callable[[Any, int], Any] | None = None,
-        **options: Any,
-    ) -> "TrainingReport":
-        """Report what the training rows did to the validation loss: rows, sources, labels, duplicates, and a proof.
-
-        Nothing has to be featurized; near duplicates take features.
-
-        Args:
-            eval_dataset (`Dataset`):
-                The validation rows, whose mean loss is one target.
-            path (`str` or `Path`, *optional*):
-                An HTML file to write.
-            method (`str` or a dataclass, *optional*, defaults to `"auto"`):
-                [`~hf_trak.Replay`] or [`~hf_trak.Exact`]. `"auto"` replays the run if `TrakCallback(record=True)` has
-                recorded it, and else takes exact scores, whose sizes are rougher.
-            train_group_by (`str` or a sequence, *optional*):
-                The sources: a column of the training dataset, or one value per training row. By default the column
-                `source`, if there is one.
-            make_trainer (`Callable`, *optional*):
-                Proves it: one training without the 5 % of the rows that raised the loss most, and one without as many
-                random ones, by `make_trainer(rows, seed)` as in [`~TrakAttributor.verify_replay`].
-            options:
-                Fields of [`~hf_trak.report.ReportOptions`], such as `title` and `examples`.
-
-        Returns:
-            [`~hf_trak.report.training.TrainingReport`]: the effect of each row in units of the mean loss, and all that
-            the page shows; `print` shows the most of it.
-
-        Raises:
-            TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
-            ValueError: the method is another one, a column does not exist, or the trainer's loss cannot be masked.
-            ImportError: jinja2, or scipy for a proof, is not installed.
-            StoreError: the file cannot be written.
-            All that [`~TrakAttributor.attribute`] raises.
-        """
-        from hf_trak.report.page import ReportOptions
-        from hf_trak.report.training import training_report
-        from hf_trak.report.training_page import write_training_report
-
-        shown = ReportOptions(**options)
-        found = training_report(self.features, eval_dataset, method, train_group_by, make_trainer)
-        if path is not None and self.features.processes.is_main_process:
-            write_training_report(found, self.features, path, shown)
-        return found
 
     def convert(self, output_dir: str | Path, feature_dtype: str) -> "TrakAttributor":
         """Write the features into another directory, with fewer bits per number.

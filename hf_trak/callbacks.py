@@ -89,7 +89,7 @@ class TrakCallback(TrainerCallback):
             in `attributor`.
         report (`bool`, *optional*, defaults to `False`):
             Whether to write `<output_dir>/training_report.html` when training ends: what the training rows did to the
-            loss of the trainer's `eval_dataset`, see [`TrakAttributor.training_report`]. It needs `trainer`, and is
+            loss of the trainer's `eval_dataset`, see [`~hf_trak.report.training_report`]. It needs `trainer`, and is
             best with `record=True`.
         first_model_id (`int`, *optional*, defaults to 0):
             Id of the first checkpoint in the feature store; the others follow.
@@ -207,7 +207,7 @@ class TrakCallback(TrainerCallback):
             raise TypeError(
                 f"`report` is set, and `eval_dataset` of the trainer is a {type(rows).__name__}. Expected one "
                 "`datasets.Dataset`, whose loss is reported. Give the trainer one, or call "
-                "`attributor.training_report(eval_dataset)` for each of several."
+                "`training_report(attributor.features, eval_dataset)` for each of several."
             )
         if self.featurize_at_end or self._reports:
             with _random_states_kept():
@@ -284,7 +284,7 @@ class TrakCallback(TrainerCallback):
         """Featurize the training dataset if `featurize_at_end` is set, and write a report if `report` is.
 
         Raises:
-            All that [`TrakAttributor.featurize`] and [`TrakAttributor.training_report`] raise.
+            All that [`TrakAttributor.featurize`] and [`~hf_trak.report.training_report`] raise.
         """
         if self._recorder is not None:
             self._recorder.end(state.global_step)
@@ -299,10 +299,12 @@ class TrakCallback(TrainerCallback):
             if self.featurize_at_end:
                 self.attributor = attributor.featurize(dict(enumerate(found, self.first_model_id)))
             if self._reports:
+                from hf_trak.report.training_page import training_report  # reports need more packages
+
                 path = Path(self.args.output_dir) / "training_report.html"
                 run = Replay(of="run", name=self.directory.name)
                 method: Method = run if has_record(attributor.features, run.name) else "auto"
-                self.report = attributor.training_report(self.trainer.eval_dataset, path, method=method)
+                self.report = training_report(attributor.features, self.trainer.eval_dataset, path, method=method)
                 logger.info("%s\nThe page is %s.", self.report, path)
 
     # -- files -------------------------------------------------------------------------------------------------------

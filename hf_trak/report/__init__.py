@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_trak.report.run import AttributionRun as AttributionRun
     from hf_trak.report.run_record import verify_run as verify_run
     from hf_trak.report.training import TrainingReport as TrainingReport
+    from hf_trak.report.training_page import training_report as training_report
     from hf_trak.report.words import with_words as with_words
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -32,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "hf_trak.report.run": "AttributionRun",
         "hf_trak.report.run_record": "verify_run",
         "hf_trak.report.training": "TrainingReport",
+        "hf_trak.report.training_page": "training_report",
         "hf_trak.report.words": "with_words",
     },
 )

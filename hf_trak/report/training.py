@@ -180,14 +180,14 @@ class TrainingReport(Result):
         return "\n".join([*lines, *([] if self.proof is None else [str(self.proof)])])
 
 
-def training_report(
+def effects_of_training(
     features: FeaturizedModel,
     eval_dataset: Any,
     method: Method = "auto",
     train_group_by: GroupBy | None = None,
     make_trainer: Callable[[Any, int], Any] | None = None,
 ) -> TrainingReport:
-    """Compute the content of a report, see [`~hf_trak.TrakAttributor.training_report`]. All processes call this.
+    """Compute the content of a report, see [`~hf_trak.report.training_report`]. All processes call this.
 
     Args:
         features: the model after the training, and its training rows.

@@ -1,19 +1,22 @@
 """The report of a training as one HTML file, in the style of the report of targets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hf_trak.evaluation.intervals import Interval
 from hf_trak.evaluation.review import class_column
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.methods import Method
 from hf_trak.report.content import Columns, Content, content_of, stored, visible
 from hf_trak.report.images import PictureBook
 from hf_trak.report.page import ReportOptions, facts_shown, model_name, write_page
 from hf_trak.report.run import known_facts
-from hf_trak.report.training import SOURCE, GroupEffect, TrainingReport
+from hf_trak.report.training import SOURCE, GroupEffect, TrainingReport, effects_of_training
 from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, bar, shortened, signed
 from hf_trak.report.words import row_texts
+from hf_trak.scores.groups import GroupBy
 
 _GROUPS = 12
 """Sources or labels that are shown from either end."""
@@ -68,6 +71,57 @@ class GroupsView:
             for one in ends
         ]
         return cls(shown, len(groups) - len(shown))
+
+
+def training_report(
+    features: FeaturizedModel,
+    eval_dataset: Any,
+    path: str | Path | None = None,
+    *,
+    method: Method = "auto",
+    train_group_by: GroupBy | None = None,
+    make_trainer: Callable[[Any, int], Any] | None = None,
+    **options: Any,
+) -> TrainingReport:
+    """Report what the training rows did to the validation loss: rows, sources, labels, duplicates, and a proof.
+
+    Nothing has to be featurized; near duplicates take features. All processes call this together.
+
+    Args:
+        features (`FeaturizedModel`):
+            The model after the training, and its training rows: `attributor.features`.
+        eval_dataset (`Dataset`):
+            The validation rows, whose mean loss is one target.
+        path (`str` or `Path`, *optional*):
+            An HTML file to write.
+        method (`str` or a dataclass, *optional*, defaults to `"auto"`):
+            [`~hf_trak.Replay`] or [`~hf_trak.Exact`]. `"auto"` replays the run if `TrakCallback(record=True)` has
+            recorded it, and else takes exact scores, whose sizes are rougher.
+        train_group_by (`str` or a sequence, *optional*):
+            The sources: a column of the training dataset, or one value per training row. By default the column
+            `source`, if there is one.
+        make_trainer (`Callable`, *optional*):
+            Proves it: one training without the 5 % of the rows that raised the loss most, and one without as many
+            random ones, by `make_trainer(rows, seed)` as in [`~hf_trak.TrakAttributor.verify_replay`].
+        options:
+            Fields of [`~hf_trak.report.ReportOptions`], such as `title` and `examples`.
+
+    Returns:
+        [`~hf_trak.report.training.TrainingReport`]: the effect of each row in units of the mean loss, and all that
+        the page shows; `print` shows the most of it.
+
+    Raises:
+        TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
+        ValueError: the method is another one, a column does not exist, or the trainer's loss cannot be masked.
+        ImportError: jinja2, or scipy for a proof, is not installed.
+        StoreError: the file cannot be written.
+        All that [`~hf_trak.TrakAttributor.attribute`] raises.
+    """
+    shown = ReportOptions(**options)
+    found = effects_of_training(features, eval_dataset, method, train_group_by, make_trainer)
+    if path is not None and features.processes.is_main_process:
+        write_training_report(found, features, path, shown)
+    return found
 
 
 def write_training_report(

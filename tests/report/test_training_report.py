@@ -16,7 +16,7 @@ from hf_trak import Exact, Replay, TrakAttributor, TrakCallback
 from hf_trak.cli.main import main
 from hf_trak.report import TrainingReport
 from hf_trak.report.training import _has_sources
-from hf_trak.report.training_page import write_training_report
+from hf_trak.report.training_page import training_report, write_training_report
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,9 @@ def report(run: PlantedRun) -> TrainingReport:
     def make(rows: Any, seed: int) -> Any:
         return trainer_of(rows, run.place / "proof")
 
-    return run.attributor.training_report(run.validation, run.place / "report.html", make_trainer=make, title="A run")
+    return training_report(
+        run.attributor.features, run.validation, run.place / "report.html", make_trainer=make, title="A run"
+    )
 
 
 def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: P
 
     first = recorded(tmp_path, model())
     attributor = TrakAttributor.from_trainer(first, config(tmp_path))
-    found = attributor.training_report(EVAL, method=Replay(of="run", smoothing=0.0))
+    found = training_report(attributor.features, EVAL, method=Replay(of="run", smoothing=0.0))
     assert found.loss == pytest.approx(float(loss(first.model)), rel=1e-5)
     measured = differences(weights, train)[0].numpy()
     assert len(found.effects) == len(TRAIN) and np.abs(measured).min() > 0
@@ -144,7 +146,7 @@ def test_the_page_in_a_browser(run: PlantedRun, report: TrainingReport, page: An
 @pytest.mark.slow
 def test_products_of_gradients(run: PlantedRun) -> None:
     """Without curvature, effects are products of the gradients of losses, by autograd."""
-    found = run.attributor.training_report(run.validation, method=Exact("identity"))
+    found = training_report(run.attributor.features, run.validation, method=Exact("identity"))
     model, names = run.trainer.model, list(run.attributor.features.layout.names)
     parameters = [dict(model.named_parameters())[name] for name in names]
 
@@ -162,7 +164,7 @@ def test_products_of_gradients(run: PlantedRun) -> None:
 @pytest.mark.slow
 def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: TrainingReport, tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run.trainer, config(tmp_path), "image_classification")
-    found = attributor.training_report(run.validation, tmp_path / "page.html", train_group_by="labels")
+    found = training_report(attributor.features, run.validation, tmp_path / "page.html", train_group_by="labels")
     assert found.method.startswith("exact scores") and found.near is None and found.settings == {}
     assert np.corrcoef(found.effects, report.effects)[0, 1] > 0.5
     assert [one.value for one in found.sources] == [one.value for one in found.labels]
@@ -183,7 +185,8 @@ def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.
     assert callback.report is not None and callback.report.method == "replay of the recorded run"
     assert "Raised the loss most" in (tmp_path / "trak" / "training_report.html").read_text()
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
-    again = attributor.training_report(EVAL, method=Replay(of="run", name="mine"))  # of the last weights all the same
+    # of the last weights all the same
+    again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
     assert np.array_equal(again.effects, callback.report.effects) and again.near is not None
     assert main(["inspect", str(tmp_path / "trak"), "--check"]) == 0
     assert " 0 missing" in capsys.readouterr().out  # of a store that has no features
@@ -211,11 +214,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     for method in ("index", "rerank", Exact("hybrid")):
         with pytest.raises(ValueError, match="whose scores are changes of a loss"):
-            attributor.training_report(EVAL, method=method)
+            training_report(attributor.features, EVAL, method=method)
     with pytest.raises(ValueError, match="`train_group_by` is 'domain'"):
-        attributor.training_report(EVAL, train_group_by="domain")
+        training_report(attributor.features, EVAL, train_group_by="domain")
     with pytest.raises(TypeError, match="Expected a `datasets"):
-        TrakAttributor(tiny(), config(tmp_path / "a"), list(TRAIN)).training_report(EVAL)
+        training_report(TrakAttributor(tiny(), config(tmp_path / "a"), list(TRAIN)).features, EVAL)
     output = TrakAttributor(tiny(), config(tmp_path / "b"), TRAIN, task=lambda out, batch: out.logits.mean((1, 2)))
     with pytest.raises(TypeError, match="no loss of every row"):
-        output.training_report(EVAL)
+        training_report(output.features, EVAL)
