@@ -206,7 +206,7 @@ def test_killed_between_meeting_and_the_first_word(reference: Reference, tmp_pat
     assert Job(tmp_path / "report.json", store_jobs.run, tmp_path / "store").wait() == {"value": reference.result}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_one_of_two_processes_is_killed(reference: Reference, tmp_path: Path) -> None:
     """At least 12 runs of two processes, one of which dies. The other ends by itself and says why; it does not wait
