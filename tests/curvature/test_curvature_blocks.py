@@ -47,7 +47,7 @@ class Twice(nn.Module):
 
 
 class Products(nn.Module):
-    """Two matrices in a stack, one of which takes every row: parameters that no layer type knows."""
+    """Stack two matrices, the first for every row: parameters that no layer type knows."""
 
     def __init__(self) -> None:
         super().__init__()

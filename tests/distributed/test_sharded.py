@@ -271,7 +271,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
 
 
 def page_job(directory: Path) -> float:
-    """The page of the documentation, of which one checkpoint has other weights."""
+    """Run the page of the documentation, with other weights in one checkpoint."""
     from torch.distributed.checkpoint import save
 
     os.chdir(directory)

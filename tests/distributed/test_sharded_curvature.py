@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("jobs_with_one_th
 
 
 def some_blocks() -> CurvatureBlocks:
-    """Three matrices, one of which is cut in two, and a stack of two."""
+    """Make three matrices, the first cut in two, and a stack of two."""
     cut = [KroneckerBlock("a", i * 8, 2, 4, 4, source=0, source_left=i * 2) for i in range(2)]
     others = [KroneckerBlock("b", 16, 8, 8, 8, source=16), KroneckerBlock("c", 80, 4, 4, 4, source=80)]
     stack = [KroneckerBlock("d", 96 + i * 16, 4, 4, 4) for i in range(2)]

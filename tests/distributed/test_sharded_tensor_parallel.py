@@ -28,7 +28,7 @@ def mesh() -> Any:
 
 
 def by_torch(model: nn.Module, left_out: str = "", elsewhere: Any = None) -> nn.Module:
-    """Llama, divided by `parallelize_module` of torch, and by FSDP2 where there are more than two processes.
+    """Divide a Llama by `parallelize_module` of torch, and by FSDP2 from three processes on.
 
     Args:
         model: changed in place.

@@ -1,4 +1,4 @@
-"""Models that ZeRO-3 of DeepSpeed partitions have the features of whole ones. Skipped where there is no DeepSpeed."""
+"""Models that ZeRO-3 of DeepSpeed partitions have the features of whole ones. Skipped without DeepSpeed."""
 
 import importlib.util
 import os

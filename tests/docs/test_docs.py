@@ -50,8 +50,8 @@ def small(directory: str, **settings: Any) -> TrakConfig:
 
 
 def layouts() -> list[str]:
-    """The paths that docs/formats.md names, as regular expressions. Below a directory of which it names no files there
-    may be any: datasets have files of their own."""
+    """Read the paths that docs/formats.md names, as regular expressions. A directory without named files may have any:
+    datasets have files of their own."""
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     paths = [
         name for line in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(.+?)`", line)

@@ -209,7 +209,7 @@ def test_killed_between_meeting_and_the_first_word(reference: Reference, tmp_pat
 @pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_one_of_two_processes_is_killed(reference: Reference, tmp_path: Path) -> None:
-    """At least 12 runs of two processes, one of which dies. The other ends by itself and says why; it does not wait
+    """Kill one of two processes in at least 12 runs. The other ends by itself and says why; it does not wait
     for ever. Any number of processes finishes the work."""
     rng, killed, noticed, trials = np.random.default_rng(1), 0, 0, 0
     while killed < 12:

@@ -31,7 +31,7 @@ class Crowded(nn.Module):
 
 
 def rows(crowded: range) -> list[dict[str, Any]]:
-    """Rows of which some ask for the expert."""
+    """Make rows; some ask for the expert."""
     values = torch.randn(N, 5, generator=torch.Generator().manual_seed(1))
     values[list(crowded), 0] = 60.0
     return [{"pixel_values": one, "labels": torch.tensor(i % 3)} for i, one in enumerate(values)]

@@ -181,7 +181,7 @@ def require_written_once(model: nn.Module, ours: Counting) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_waits(case: Callable[[], Case]) -> None:
-    """Beyond the plain step, of which some compare masks."""
+    """Count what waits beyond the plain step; some plain steps compare masks."""
     _, ours, theirs = both(case)
     assert dict(ours.total.waits - theirs.total.waits) == {}
 

@@ -35,7 +35,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, color: bool = False, rows: int | None = None) -> bytes:
-    """Make a black PNG of one bit or of four bytes per pixel, of which so many rows are there."""
+    """Make a black PNG of one bit or of four bytes per pixel, cut off after `rows` rows."""
     compressor = zlib.compressobj(1 if color else 9)
     row = bytes(1 + (4 * width if color else (width + 7) // 8))
     data = b"".join(compressor.compress(row * 1000) for _ in range((rows or height) // 1000))

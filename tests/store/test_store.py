@@ -383,7 +383,7 @@ def test_slices_are_read_from_the_mapped_file(tmp_path):
 
 
 def memory_of_ten_rows(directory: Path) -> int:
-    """Bytes of memory that come with a shard of which ten rows are used."""
+    """Count the bytes of memory that come with a shard where ten of its rows are used."""
     before = resident()
     shards = FeatureStore.load(directory).train(0)
     grads = shards.read(0, verify=False).grads

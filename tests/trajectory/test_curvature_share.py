@@ -49,7 +49,7 @@ def test_steps_get_rows_in_proportion_to_their_rates(share: float) -> None:
 
 
 def test_agreement_is_predicted_from_two_draws() -> None:
-    """Scores that are sums over rows, of which a share is drawn: the truth is their correlation with those of all."""
+    """Draw a share of the rows that scores are sums over: the truth is their correlation with those of all."""
     generator = torch.Generator().manual_seed(0)
     n, rows, targets = 2000, 200, 4
     signal = torch.randn(n, targets, 1, generator=generator, dtype=torch.float64)
