@@ -8,67 +8,45 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-VOLATILE = {
-    "_name_or_path": "where weights were found",
-    "name_or_path": "the same",
-    "_commit_hash": "the same",
-    "architectures": "the class is compared",
-    "auto_map": "where remote code was found; the code is compared",
-    "custom_pipelines": "the same",
-    "transformers_version": "versions are compared by themselves",
-    "transformers.js_config": "for another library",
-    "torch_dtype": "weights have their dtype",
-    "dtype": "the same",
-    "use_cache": "gradients are taken without a cache",
-    "output_hidden_states": "adds outputs, changes none",
-    "output_attentions": "the same",
-    "output_router_logits": "the same",
-    "return_dict": "the form of outputs",
-    "id2label": "names of classes; their number is that of the weights",
-    "label2id": "the same",
-    "problem_type": "set by the first call of a classifier, and read for its own loss alone",
-    "finetuning_task": "information",
-    "task_specific_params": "for generation",
-    "tokenizer_class": "information; rows are compared as the model gets them",
-    "processor_class": "the same",
-    "prefix": "the same",
-    "license": "information",
-    "gradient_checkpointing": "saves memory, computes the same",
-    "activation_checkpointing": "the same",
-    "chunk_size_feed_forward": "the same",
-    "_attn_implementation": "another implementation of the same computation",
-    "_attn_implementation_internal": "the same",
-    "_attn_implementation_autoset": "the same",
-    "attn_implementation": "the same",
-    "_experts_implementation": "the same",
-    "_experts_implementation_internal": "the same",
-    "experts_implementation": "the same",
-    "initializer_range": "weights are given",
-    "initializer_factor": "the same",
-    "init_std": "the same",
-    "suppress_tokens": "for generation",
-    "begin_suppress_tokens": "the same",
-    "bos_token_id": "for generation, and set to the tokenizer's by `Trainer`",
-    "forced_bos_token_id": "for generation",
-    "forced_eos_token_id": "the same",
-    "forced_decoder_ids": "the same",
-}
+
+def by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason to leave out each name, from the names with each reason, divided by blanks."""
+    return {name: reason for reason, text in names.items() for name in text.split()}
+
+
+VOLATILE = by_name({
+    "where weights were found": "_name_or_path name_or_path _commit_hash",
+    "the class is compared": "architectures",
+    "where remote code was found; the code is compared": "auto_map custom_pipelines",
+    "versions are compared by themselves": "transformers_version",
+    "for another library": "transformers.js_config",
+    "weights have their dtype": "torch_dtype dtype",
+    "gradients are taken without a cache": "use_cache",
+    "adds outputs, changes none": "output_hidden_states output_attentions output_router_logits",
+    "the form of outputs": "return_dict",
+    "names of classes; their number is that of the weights": "id2label label2id",
+    "set by the first call of a classifier, and read for its own loss alone": "problem_type",
+    "information": "finetuning_task license",
+    "information; rows are compared as the model gets them": "tokenizer_class processor_class prefix",
+    "saves memory, computes the same": "gradient_checkpointing activation_checkpointing chunk_size_feed_forward",
+    "another implementation of the same computation": "_attn_implementation _attn_implementation_internal "
+    "_attn_implementation_autoset attn_implementation _experts_implementation _experts_implementation_internal "
+    "experts_implementation",
+    "weights are given": "initializer_range initializer_factor init_std",
+    "for generation": "task_specific_params suppress_tokens begin_suppress_tokens forced_bos_token_id "
+    "forced_eos_token_id forced_decoder_ids",
+    "for generation, and set to the tokenizer's by `Trainer`": "bos_token_id",
+})  # fmt: skip
 """Keys of configs that are left out at every level, with the reason."""
 
-ADAPTER_VOLATILE = {
-    "base_model_name_or_path": "where weights were found",
-    "revision": "the same",
-    "peft_version": "versions are compared by themselves",
-    "auto_mapping": "information",
-    "inference_mode": "which parameters are trained is known from the parameters",
-    "init_lora_weights": "weights are given",
-    "init_weights": "the same",
-    "loftq_config": "the same",
-    "eva_config": "the same",
-    "corda_config": "the same",
-    "lora_ga_config": "the same",
-    "runtime_config": "where, not what",
-}
+ADAPTER_VOLATILE = by_name({
+    "where weights were found": "base_model_name_or_path revision",
+    "versions are compared by themselves": "peft_version",
+    "information": "auto_mapping",
+    "which parameters are trained is known from the parameters": "inference_mode",
+    "weights are given": "init_lora_weights init_weights loftq_config eva_config corda_config lora_ga_config",
+    "where, not what": "runtime_config",
+})  # fmt: skip
 """Keys of PEFT configs that are left out, with the reason."""
 
 
@@ -95,16 +73,12 @@ def adapters_identity(model: Any) -> dict[str, Any]:
 
 def _content(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
-        content: Any = dict(config)
-    elif callable(getattr(config, "to_dict", None)):
-        content = config.to_dict()
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        content = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    elif isinstance(config, argparse.Namespace | types.SimpleNamespace):
-        content = vars(config)
-    else:
-        return {}
-    return content
+        return dict(config)
+    if callable(getattr(config, "to_dict", None)):
+        return config.to_dict()
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return vars(config) if isinstance(config, argparse.Namespace | types.SimpleNamespace) else {}
 
 
 def _without(content: Mapping[Any, Any], left_out: Mapping[str, str]) -> dict[str, Any]:

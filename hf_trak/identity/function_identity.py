@@ -85,7 +85,8 @@ class CodeDigest:
         self.has_bytecode = False
         """Whether the digest depends on the version of Python."""
         digest = xxhash.xxh3_128()
-        self._parts = frozenset() if model is None else frozenset(map(id, _parts(model)))
+        parts = [] if model is None else [*model.modules(), *model.parameters(), *model.buffers()]
+        self._parts = frozenset(map(id, parts))
         self._numbers: dict[int, int] = {}
         self._met: list[tuple[Any, Callable[[Any], Any]]] = []
         self._items = 0
@@ -229,10 +230,6 @@ class CodeDigest:
                 for name, module in value.named_modules()
             ),
         )
-
-
-def _parts(model: torch.nn.Module) -> list[Any]:
-    return [*model.modules(), *model.parameters(), *model.buffers()]
 
 
 def _hashed(value: Any, depth: int = 0) -> tuple[str, ...]:

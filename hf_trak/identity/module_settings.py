@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,46 +16,39 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hf_trak.identity.config_identity import by_name
 from hf_trak.identity.function_identity import identity_of
 from hf_trak.identity.own_code import assigned_by, assigned_in_init, is_library, is_own_class, name_of
 from hf_trak.identity.row_digest import update_digest
 
-VOLATILE = {
-    "training": "dropout and batch norm; features are computed in evaluation mode",
-    "forward": "compared by itself",
-    "layer_idx": "follows from the place of a module",
-    "layer_id": "the same",
-    "device": "where, not what",
-    "gradient_checkpointing": "saves memory, computes the same",
-    "activation_checkpointing": "the same",
-    "grad_checkpointing": "the same, in open_clip and timm",
-    "name_or_path": "where weights were found",
-    "peft_config": "compared by itself",
-    "generation_config": "not read by `forward`",
-}
+VOLATILE = by_name({
+    "dropout and batch norm; features are computed in evaluation mode": "training",
+    "compared by itself": "forward peft_config",
+    "follows from the place of a module": "layer_idx layer_id",
+    "where, not what": "device",
+    "saves memory, computes the same": "gradient_checkpointing activation_checkpointing",
+    "saves memory, in open_clip and timm": "grad_checkpointing",
+    "where weights were found": "name_or_path",
+    "not read by `forward`": "generation_config",
+})  # fmt: skip
 """Attributes of modules that are left out, with the reason."""
 
-LIBRARY_VOLATILE = {
-    "config": "compared by itself",
-    "kwargs": "what an adapter layer of PEFT was made from: its settings are beside it",
-    "all_tied_weights_keys": "names of parameters, whose values are given",
-    "layer_types": "of rotary embeddings: those of the config, in the order of a set",
-    "max_seq_len_cached": "rotary embeddings note the longest sequence so far",
-    "rope_deltas": "models of images note the positions of the last batch",
-    "chunk_size_feed_forward": "saves memory, computes the same",
-    "kernel_config": "another implementation of the same computation",
-    "attn_implementation": "the same",
-    "fused_attn": "the same, in timm",
-    "pretrained_cfg": "where weights were found, in timm",
-    "default_cfg": "the same",
-    "device_map": "where, not what",
-    "hf_device_map": "the same",
-    "model_parallel": "the same",
-    "ephemeral_gpu_offload": "the same, in PEFT",
-    "initializer_range": "weights are given",
-    "init_std": "the same",
-    "prepare_inputs_for_generation": "PEFT leaves it on the model after `generate`; `forward` does not call it",
-}
+LIBRARY_VOLATILE = by_name({
+    "compared by itself": "config",
+    "what an adapter layer of PEFT was made from: its settings are beside it": "kwargs",
+    "names of parameters, whose values are given": "all_tied_weights_keys",
+    "of rotary embeddings: those of the config, in the order of a set": "layer_types",
+    "rotary embeddings note the longest sequence so far": "max_seq_len_cached",
+    "models of images note the positions of the last batch": "rope_deltas",
+    "saves memory, computes the same": "chunk_size_feed_forward",
+    "another implementation of the same computation": "kernel_config attn_implementation",
+    "another implementation of the same computation, in timm": "fused_attn",
+    "where weights were found, in timm": "pretrained_cfg default_cfg",
+    "where, not what": "device_map hf_device_map model_parallel",
+    "where, not what, in PEFT": "ephemeral_gpu_offload",
+    "weights are given": "initializer_range init_std",
+    "PEFT leaves it on the model after `generate`; `forward` does not call it": "prepare_inputs_for_generation",
+})  # fmt: skip
 """Attributes that are left out of modules of libraries only."""
 
 PRIVATE = frozenset({"_active_adapter", "_disable_adapters", "_adapters_disabled"})
@@ -87,10 +80,10 @@ class ModuleSettings:
     def key(self, module: torch.nn.Module) -> tuple[str, ...]:
         """Return settings as texts, quickly. Modules of one class with the same texts have the same settings."""
         cls: Any = type(module)
-        names, own = _names(cls), is_own_class(cls)
+        own = is_own_class(cls)
         texts: list[str] = []
         for name, value in vars(module).items():
-            if names[name]:
+            if _is_compared(cls, name):
                 if type(value) in _PLAIN or (type(value) is tuple and set(map(type, value)) <= _PLAIN):
                     texts += name, repr(value)
                 elif (plain := self._plain(value, own)) is not _LEFT_OUT:
@@ -102,8 +95,8 @@ class ModuleSettings:
     def read(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return settings by name, as plain JSON."""
         cls: Any = type(module)
-        names, own = _names(cls), is_own_class(cls)
-        found = {name: self._plain(value, own) for name, value in vars(module).items() if names[name]}
+        own = is_own_class(cls)
+        found = {name: self._plain(value, own) for name, value in vars(module).items() if _is_compared(cls, name)}
         return {name: value for name, value in found.items() if value is not _LEFT_OUT} | self._beside(module, own)
 
     def code(self, classes: Iterable[Any]) -> dict[str, Any]:
@@ -180,25 +173,15 @@ class ModuleSettings:
         return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
 
 
-class _Names(dict[str, bool]):
-    """By name, whether an attribute of a class of module is compared."""
-
-    def __init__(self, cls: Any) -> None:
-        super().__init__()
-        self.cls = cls
-
-    def __missing__(self, name: str) -> bool:
-        self[name] = name not in _OF_EVERY_MODULE and name not in VOLATILE and self._is_setting(name)
-        return self[name]
-
-    def _is_setting(self, name: str) -> bool:
-        public = name[:1] != "_" or name in PRIVATE
-        if not is_own_class(self.cls):
-            return public and name not in LIBRARY_VOLATILE
-        return (public or name in assigned_in_init(self.cls)) and name not in assigned_by(self.cls, _FORWARD)
-
-
-_names: Callable[[Any], _Names] = functools.cache(_Names)
+@functools.cache
+def _is_compared(cls: Any, name: str) -> bool:
+    """Tell whether an attribute of a class of module is a setting."""
+    if name in _OF_EVERY_MODULE or name in VOLATILE:
+        return False
+    public = name[:1] != "_" or name in PRIVATE
+    if not is_own_class(cls):
+        return public and name not in LIBRARY_VOLATILE
+    return (public or name in assigned_in_init(cls)) and name not in assigned_by(cls, _FORWARD)
 
 
 def _is_own_function(value: Any) -> bool:

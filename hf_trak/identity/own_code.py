@@ -3,7 +3,6 @@
 import dis
 import functools
 import inspect
-import itertools
 import site
 import sys
 import sysconfig
@@ -33,7 +32,7 @@ _OF_PLACE = frozenset({"__doc__", "__firstlineno__", "__qualname__", "__static_a
 
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})  # Python 3.11 loads methods by the latter
 
 
 def code_content(code: types.CodeType) -> tuple[Any, ...]:
@@ -66,11 +65,9 @@ def _unread_constants(code: types.CodeType) -> set[int]:
             not hasattr(inspect, "CO_HAS_DOCSTRING") and code.co_name not in _NO_FUNCTIONS
         )
         return {0} if documented and code.co_consts and isinstance(code.co_consts[0], str) else set()
-    instructions = list(dis.get_instructions(code))
-    pairs = itertools.pairwise(instructions)
     return {
         int(load.arg or 0)
-        for load, store in pairs
+        for load, store in pairwise(dis.get_instructions(code))
         if store.opname == "STORE_NAME" and store.argval in _OF_PLACE and load.opname == "LOAD_CONST"
     }
 
@@ -98,8 +95,6 @@ def global_references(code: types.CodeType) -> dict[tuple[str, ...], None]:
     return {path: None for path in found if path[0] not in assigned}
 
 
-_METHOD_LOADS = ("LOAD_METHOD", "LOAD_ATTR")  # the latter from Python 3.12 on
-
 _CHANGING_METHODS = frozenset(
     {"append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "update"}
     | {"setdefault", "popitem"}
@@ -118,7 +113,7 @@ def stored_attributes(code: types.CodeType) -> set[str]:
         found |= {
             one.argval
             for one, after in pairwise(instructions)
-            if one.opname == "LOAD_ATTR" and after.opname in _METHOD_LOADS and after.argval in _CHANGING_METHODS
+            if one.opname == "LOAD_ATTR" and after.opname in _ATTRIBUTES and after.argval in _CHANGING_METHODS
         }
     return found
 
@@ -184,11 +179,6 @@ def is_own_class(cls: type) -> bool:
     return not is_library(cls.__module__)
 
 
-def own_classes(cls: type) -> list[type]:
-    """List the classes of a user among a class and its bases, most derived first."""
-    return [each for each in cls.__mro__ if is_own_class(each)]
-
-
 def is_named(value: Any) -> bool:
     """Tell whether a module of a library holds a value under the value's own name."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -237,7 +227,7 @@ def name_of(value: Any) -> str:
 @functools.cache
 def assigned_attributes(cls: type) -> frozenset[str]:
     """List the attributes assigned by methods of a user's classes, among a class and its bases."""
-    return frozenset().union(*(_stored(each) for each in own_classes(cls)))
+    return frozenset().union(*(stored_attributes(function.__code__) for _, function in _own_methods(cls)))
 
 
 @functools.cache
@@ -250,10 +240,8 @@ def assigned_in_init(cls: type) -> frozenset[str]:
 def assigned_by(cls: type, methods: frozenset[str]) -> frozenset[str]:
     """List the attributes assigned by some methods of a user's classes, and by other methods that these mention."""
     functions: dict[str, list[types.FunctionType]] = {}
-    for each in own_classes(cls):
-        for name, member in vars(each).items():
-            if isinstance(member, types.FunctionType):
-                functions.setdefault(name, []).append(member)
+    for name, function in _own_methods(cls):
+        functions.setdefault(name, []).append(function)
     names, todo = set(methods), list(methods)
     while todo:
         for function in functions.get(todo.pop(), ()):
@@ -264,6 +252,7 @@ def assigned_by(cls: type, methods: frozenset[str]) -> frozenset[str]:
     return frozenset().union(*stored)
 
 
-def _stored(cls: type) -> frozenset[str]:
-    functions = (member for member in vars(cls).values() if isinstance(member, types.FunctionType))
-    return frozenset().union(*(stored_attributes(function.__code__) for function in functions))
+def _own_methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the methods of a user's classes among a class and its bases, the most derived class first."""
+    for each in filter(is_own_class, cls.__mro__):
+        yield from ((name, one) for name, one in vars(each).items() if isinstance(one, types.FunctionType))

@@ -24,10 +24,9 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset
-from datasets import Dataset as HFDataset
 from torch import Tensor
 
-_FINGERPRINT_ROWS = 1000
+_ROWS = 1000
 
 _MAX_DEPTH = 100  # a level takes up to four frames of the interpreter's stack, which has 1000
 
@@ -59,9 +58,9 @@ def fingerprint_dataset(dataset: Any) -> str:
         TypeError: `fingerprint` exists and is not a string, or a row holds a value whose content cannot be hashed.
     """
     digest = xxhash.xxh3_128()
-    if isinstance(dataset, HFDataset):
+    if isinstance(dataset, Dataset):
         update_digest(digest, ("datasets.Dataset", len(dataset), json.dumps(dataset.features.to_dict())))
-        for table in dataset.with_format("arrow").iter(batch_size=_FINGERPRINT_ROWS):
+        for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
             for column in table.column_names:
                 _update_from_arrow(digest, column, values := _one_array(table[column]))
                 for size in _file_sizes(values):
@@ -352,9 +351,6 @@ _WRITERS: dict[type, Callable[[Digest, Any, int], None]] = {
     torch.Tensor: _tensor,
     np.ndarray: _array,
 }
-
-
-_ROWS = 1000
 
 
 @dataclass(frozen=True)
