@@ -229,6 +229,47 @@ class BatchedModelOutput(AbstractModelOutput):
             return self.out_to_loss_grad(call_model(model, weights, buffers, *self.model_inputs(batch)), batch)
 
 
+class WrappingModelOutput(BatchedModelOutput):
+    """Base class of tasks around another one, which has the model, the batches, and what is kept of a checkpoint."""
+
+    _task: BatchedModelOutput
+    """The task inside."""
+
+    @property
+    def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
+        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
+        return self._task.batch_columns
+
+    @property
+    def row_by_row(self) -> bool:  # type: ignore[override]
+        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
+        return self._task.row_by_row
+
+    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return self._task.collator(collator)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._task.bind(model)
+
+    def use_seed(self, seed: int) -> None:
+        self._task.use_seed(seed)
+
+    def reference_rows(self, train_size: int) -> Sequence[int]:
+        return self._task.reference_rows(train_size)
+
+    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
+        self._task.prepare(model, loader)
+
+    def references(self) -> dict[str, Tensor]:
+        return self._task.references()
+
+    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:
+        self._task.restore(model, references)
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._task.model_inputs(batch)
+
+
 def joined(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch as its collator made it: entries that are named in `batch["stacked"]` lose the dimension of rows.
 

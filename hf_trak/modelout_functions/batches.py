@@ -18,44 +18,6 @@ LABEL_NAMES = ("labels", "label")
 own loss from them, a mean over the batch."""
 
 
-def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Separate a classification batch into the model's arguments and the labels.
-
-    Args:
-        batch: a mapping with an entry `labels` or `label` (all other entries become keyword arguments), or a sequence
-            `(input, …, labels)` (all but the last become positional arguments).
-
-    Returns:
-        `(args, kwargs, labels)`, labels of shape `(B,)`.
-
-    Raises:
-        TypeError: the batch or the labels are of another type.
-        ValueError: labels are missing, ambiguous, not integers, or not one per sample.
-    """
-    if isinstance(batch, Mapping):
-        found = [name for name in LABEL_NAMES if name in batch]
-        if len(found) != 1:
-            remedy = "Remove the other one in the data collator."
-            if not found:
-                remedy = (
-                    "Pass `attributor.predict(rows)` to ask about the model's own predictions, or add the labels as "
-                    "class numbers (`model.config.label2id` has those of names, which data collators drop)."
-                )
-            raise ValueError(
-                f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one "
-                f"of {list(LABEL_NAMES)}. {remedy}"
-            )
-        kwargs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
-        return (), kwargs, _as_labels(batch[found[0]])
-    items = as_sequence(batch, "(input, …, labels)")
-    if len(items) < 2:
-        raise ValueError(
-            f"The batch is a sequence of {len(items)} tensor(s). Expected at least two, (input, …, labels): labels "
-            "last."
-        )
-    return tuple(items[:-1]), {}, _as_labels(items[-1])
-
-
 def inputs_of(batch: Batch, left_out: Collection[str] = LABEL_NAMES) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the model's arguments for a batch: all entries but some, or all items of a sequence but the labels.
 
@@ -65,10 +27,17 @@ def inputs_of(batch: Batch, left_out: Collection[str] = LABEL_NAMES) -> tuple[tu
 
     Raises:
         TypeError: the batch is neither a mapping nor a sequence.
+        ValueError: it is a sequence of fewer than two items.
     """
     if isinstance(batch, Mapping):
         return (), {name: value for name, value in batch.items() if name not in left_out}
-    return tuple(as_sequence(batch, "(input, …, labels)")[:-1]), {}
+    items = as_sequence(batch, "(input, …, labels)")
+    if len(items) < 2:
+        raise ValueError(
+            f"The batch is a sequence of {len(items)} tensor(s). Expected at least two, (input, …, labels): labels "
+            "last. For batches without labels give `FunctionModelOutput` a `model_inputs_fn`."
+        )
+    return tuple(items[:-1]), {}
 
 
 def only_labels(batch: Batch, expected: str) -> Any:
@@ -86,9 +55,15 @@ def only_labels(batch: Batch, expected: str) -> Any:
         return as_sequence(batch, "(input, …, labels)")[-1]
     found = [name for name in LABEL_NAMES if batch.get(name) is not None]
     if len(found) != 1:
+        remedy = "Remove the other one in the data collator."
+        if not found:
+            remedy = (
+                "Pass `attributor.predict(rows)` to ask about the model's own predictions, or add the labels as class "
+                "numbers (`model.config.label2id` has those of names, which data collators drop)."
+            )
         raise ValueError(
             f"The batch has the keys {list(batch)}, of which {found or 'none'} hold labels. Expected exactly one of "
-            f"{list(LABEL_NAMES)}, {expected}."
+            f"{list(LABEL_NAMES)}, {expected}. {remedy}"
         )
     return batch[found[0]]
 
@@ -97,6 +72,21 @@ def size_of(batch: Batch) -> int | None:
     """Count the rows of a batch, which its first tensor has along its first dimension; `None` if there is none."""
     items = batch.values() if isinstance(batch, Mapping) else batch
     return next((item.shape[0] for item in items if isinstance(item, Tensor) and item.ndim > 0), None)
+
+
+def mapping_of(batch: Any, expected: str) -> Mapping[str, Any]:
+    """Return the batch if it is a mapping.
+
+    Args:
+        batch: any batch.
+        expected: what the mapping holds, and what to do, for the error message.
+
+    Raises:
+        TypeError: the batch is no mapping.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"The batch is a {type(batch).__name__}. Expected a mapping {expected}")
+    return batch
 
 
 def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
@@ -116,7 +106,17 @@ def as_sequence(batch: Any, expected: str) -> Sequence[Any]:
     return batch
 
 
-def _as_labels(labels: Any) -> Tensor:
+def class_labels(batch: Batch) -> Tensor:
+    """Return the labels of a classification batch, `(B,)`, integers.
+
+    Args:
+        batch: a mapping with an entry `labels` or `label`, or a sequence `(input, …, labels)`.
+
+    Raises:
+        TypeError: the batch or the labels are of another type.
+        ValueError: labels are missing, ambiguous, not integers, or not one per sample.
+    """
+    labels = only_labels(batch, "integers of shape (B,)")
     if not isinstance(labels, Tensor):
         raise TypeError(f"The labels are a {type(labels).__name__}. Expected a tensor of integers of shape (B,).")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:

@@ -13,12 +13,12 @@ from hf_trak.modelout_functions.batches import (
     LABEL_NAMES,
     as_sequence,
     check_labels,
+    class_labels,
     find_logits,
     inputs_of,
     logits_of,
     looked_at,
     only_labels,
-    split_batch,
 )
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import error_probability, log_likelihood, margin
@@ -45,27 +45,28 @@ class ClassificationModelOutput(BatchedModelOutput):
         self.temperature = temperature
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs, _ = split_batch(batch)
-        return args, kwargs
+        inputs = inputs_of(batch)
+        class_labels(batch)  # which are refused before the model is called
+        return inputs
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        labels = split_batch(batch)[2]
+        labels = class_labels(batch)
         return margin(logits_of(model_output, labels), labels)
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        labels = split_batch(batch)[2]
+        labels = class_labels(batch)
         logits = logits_of(model_output, labels).detach()
         check_labels(labels, logits.shape[1])
         return error_probability(logits, labels, self.temperature)
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
         """Compute the cross-entropy loss of every sample, differentiable, shape `(B,)`."""
-        labels = split_batch(batch)[2]
+        labels = class_labels(batch)
         return -log_likelihood(logits_of(model_output, labels), labels)
 
     def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
         """Compute log p(ŷ) of every sample for a class ŷ drawn from softmax(logits), differentiable, `(B,)`."""
-        labels = split_batch(batch)[2]
+        labels = class_labels(batch)
         logits = logits_of(model_output, labels).unsqueeze(1)
         return draws.log_likelihoods(logits, torch.ones_like(labels, dtype=torch.bool).unsqueeze(1)).squeeze(1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
-from hf_trak.modelout_functions.batches import looked_at, takes_positions, with_positions
+from hf_trak.modelout_functions.batches import looked_at, mapping_of, takes_positions, with_positions
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
 from hf_trak.modelout_functions.margins import margins_of
 from hf_trak.modelout_functions.token_tasks import prepended_tokens
@@ -149,17 +149,13 @@ def as_named(batch: Batch) -> Mapping[str, Any]:
         TypeError: it is no mapping.
         ValueError: an entry is missing.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"The batch is a {type(batch).__name__}. Expected a mapping with `input_ids` and `{COMPLETION_MASK}`. Use "
-            "the data collator of the trainer."
-        )
-    if "input_ids" not in batch:
+    entries = mapping_of(batch, f"with `input_ids` and `{COMPLETION_MASK}`. Use the data collator of the trainer.")
+    if "input_ids" not in entries:
         raise ValueError(
-            f"The batch has the keys {list(batch)}, and no `input_ids`. Expected tokens of prompts and completions. "
+            f"The batch has the keys {list(entries)}, and no `input_ids`. Expected tokens of prompts and completions. "
             "See the documentation of preferences for the columns of rows."
         )
-    return batch
+    return entries
 
 
 def column_of(batch: Batch, name: str, like: Tensor, remedy: str) -> Tensor:

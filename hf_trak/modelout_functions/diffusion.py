@@ -97,8 +97,34 @@ class DiffusionModelOutput(BatchedModelOutput):
                 "The task 'diffusion' was given no scheduler, so that the noise of the training is unknown. Expected "
                 "the noise scheduler of `diffusers`. Pass `task=DiffusionModelOutput(scheduler)`."
             )
-        alphas = [float(self.scheduler["alphas_cumprod"][step]) for step in self._steps]
-        return NoisingCollator(collator, self._steps, alphas, self.scheduler["prediction_type"], self.column)
+        return NoisingCollator(collator, self)
+
+    def noised(self, clean: Tensor) -> dict[str, Tensor]:
+        """Add noise to rows, once for each of K timesteps, with torch's generator.
+
+        Args:
+            clean (`torch.Tensor` of shape `(B, …)`):
+                Images or latents, floating point.
+
+        Returns:
+            `dict[str, torch.Tensor]`: the entries `NOISED`, `TIMESTEPS` and `WANTED` of a batch.
+        """
+        assert self.scheduler is not None
+        clean = clean.unsqueeze(1)
+        alphas = [self.scheduler["alphas_cumprod"][step] for step in self._steps]
+        shape = (1, len(alphas), *[1] * (clean.ndim - 2))
+        signal, spread = (
+            torch.tensor(values, dtype=clean.dtype).view(shape)
+            for values in ([math.sqrt(a) for a in alphas], [math.sqrt(1 - a) for a in alphas])
+        )
+        noise = torch.randn(clean.shape[0], len(alphas), *clean.shape[2:], dtype=clean.dtype)
+        wanted = {
+            "epsilon": noise,
+            "v_prediction": signal * noise - spread * clean,
+            "sample": clean.expand_as(noise),
+        }[self.scheduler["prediction_type"]]
+        steps = torch.tensor(self._steps).expand(len(noise), -1)
+        return {NOISED: signal * clean + spread * noise, TIMESTEPS: steps.clone(), WANTED: wanted.clone()}
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         noised = _entry(batch, NOISED)
@@ -137,29 +163,16 @@ class DiffusionModelOutput(BatchedModelOutput):
 
 
 class NoisingCollator:
-    """A data collator that adds noise to rows, once for each of K timesteps, with torch's generator."""
+    """A data collator that adds noise to rows."""
 
-    def __init__(
-        self,
-        collator: Callable[[list[Any]], Any],
-        timesteps: Sequence[int],
-        alphas: Sequence[float],
-        prediction_type: str,
-        column: str,
-    ) -> None:
+    def __init__(self, collator: Callable[[list[Any]], Any], task: DiffusionModelOutput) -> None:
         """
         Args:
             collator: the inner collator.
-            timesteps: the K timesteps.
-            alphas: ā of each of them.
-            prediction_type: what the model predicts.
-            column: the column of images or latents.
+            task: makes the noise, and names the column of images or latents.
         """
         self.collator = collator
-        self.timesteps = list(timesteps)
-        self.alphas = list(alphas)
-        self.prediction_type = prediction_type
-        self.column = column
+        self.task = task
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         """Collate rows, and noise them.
@@ -167,31 +180,16 @@ class NoisingCollator:
         Raises:
             ValueError: the inner collator makes no batch with the column.
         """
-        batch = self.collator(rows)
-        clean = batch.get(self.column) if isinstance(batch, Mapping) else None
+        batch, column = self.collator(rows), self.task.column
+        clean = batch.get(column) if isinstance(batch, Mapping) else None
         if not isinstance(clean, Tensor) or not clean.is_floating_point():
             given = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            found = "" if not isinstance(clean, Tensor) else f", and {self.column!r} is of {clean.dtype}"
+            found = "" if not isinstance(clean, Tensor) else f", and {column!r} is of {clean.dtype}"
             raise ValueError(
-                f"The data collator made a batch with {given}{found}. Expected a float tensor {self.column!r} of "
-                "images, scaled as for the training, or of latents. Name the column by `DiffusionModelOutput(…, "
-                "column=…)`."
+                f"The data collator made a batch with {given}{found}. Expected a float tensor {column!r} of images, "
+                "scaled as for the training, or of latents. Name the column by `DiffusionModelOutput(…, column=…)`."
             )
-        clean = clean.unsqueeze(1)
-        shape = (1, len(self.alphas), *[1] * (clean.ndim - 2))
-        signal, spread = (
-            torch.tensor(values, dtype=clean.dtype).view(shape)
-            for values in ([math.sqrt(a) for a in self.alphas], [math.sqrt(1 - a) for a in self.alphas])
-        )
-        noise = torch.randn(clean.shape[0], len(self.alphas), *clean.shape[2:], dtype=clean.dtype)
-        wanted = {
-            "epsilon": noise,
-            "v_prediction": signal * noise - spread * clean,
-            "sample": clean.expand_as(noise),
-        }[self.prediction_type]
-        rest = {name: value for name, value in batch.items() if name != self.column}
-        steps = torch.tensor(self.timesteps).expand(len(noise), -1)
-        return {NOISED: signal * clean + spread * noise, TIMESTEPS: steps.clone(), WANTED: wanted.clone(), **rest}
+        return self.task.noised(clean) | {name: value for name, value in batch.items() if name != column}
 
 
 def _described(scheduler: Any) -> dict[str, Any]:

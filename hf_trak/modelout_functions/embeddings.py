@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad, pairwise_distance, relu
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
-from hf_trak.modelout_functions.batches import LABEL_NAMES
+from hf_trak.modelout_functions.batches import LABEL_NAMES, mapping_of
 from hf_trak.modelout_functions.completions import check_finite
 
 TOKENS = "input_ids"
@@ -177,19 +177,15 @@ def as_texts(batch: Batch) -> Mapping[str, Any]:
         TypeError: it is no mapping.
         ValueError: it has no tokens of the shape `(B, C, T)`.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"The batch is a {type(batch).__name__}. Expected a mapping with `{TOKENS}`. Use the data collator of the "
-            "`SentenceTransformerTrainer`."
-        )
-    tokens = batch.get(TOKENS)
+    entries = mapping_of(batch, f"with `{TOKENS}`. Use the data collator of the `SentenceTransformerTrainer`.")
+    tokens = entries.get(TOKENS)
     if not isinstance(tokens, Tensor) or tokens.ndim != 3:
-        given = f"`{TOKENS}` of the shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else list(batch)
+        given = f"`{TOKENS}` of the shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else list(entries)
         raise ValueError(
             f"The batch has {given}. Expected `{TOKENS}` of the shape (rows, texts, tokens). Use the data collator of "
             "the `SentenceTransformerTrainer`."
         )
-    return batch
+    return entries
 
 
 _BASE, _PRIMES = 1_000_003, (2_147_483_647, 2_147_483_629)

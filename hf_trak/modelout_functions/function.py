@@ -1,7 +1,7 @@
 """`FunctionModelOutput`: a plain function as a task."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_trak.identity.function_identity import function_identity, identity_of
 from hf_trak.identity.own_code import assigned_by, assigned_in_init, is_own_class, name_of
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.batches import as_sequence, inputs_of, size_of
+from hf_trak.modelout_functions.batches import inputs_of, size_of
 
 OutputFn = Callable[[Any, Batch], Tensor]
 
@@ -51,11 +51,6 @@ class FunctionModelOutput(BatchedModelOutput):
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.model_inputs_fn is not None:
             return self.model_inputs_fn(batch)
-        if not isinstance(batch, Mapping) and len(items := as_sequence(batch, "(input, …, labels)")) < 2:
-            raise ValueError(
-                f"The batch is a sequence of {len(items)} tensor(s). Expected (input, …, labels). For batches without "
-                "labels give `FunctionModelOutput` a `model_inputs_fn`."
-            )
         return inputs_of(batch)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:

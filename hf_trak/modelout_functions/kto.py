@@ -13,6 +13,7 @@ is the same for all rows: that mean over a sample of rows, under the weights of 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +29,7 @@ from hf_trak.modelout_functions.completions import (
     column_of,
 )
 from hf_trak.modelout_functions.dpo import REFERENCE_REMEDY
-from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_completions, padding_token
+from hf_trak.modelout_functions.pairs import is_default, padded_completions, padding_token
 from hf_trak.runtime.checks import checked_int
 
 KTOLoss = Literal["kto", "apo_zero_unpaired"]
@@ -98,7 +99,7 @@ class KTOModelOutput(CompletionModelOutput):
         self._estimated: Tensor | None = None
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return RowPadding(_padded_rows, padding_token(collator)) if is_default(collator) else collator
+        return partial(_padded_rows, fill=padding_token(collator)) if is_default(collator) else collator
 
     def terms(self, batch: Batch) -> Tensor | None:
         """Return 2 β |log π_ref(y)|, see [`BatchedModelOutput`]."""

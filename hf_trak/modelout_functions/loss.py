@@ -9,13 +9,12 @@ The same holds for every task whose loss can be computed sample by sample: the t
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, WrappingModelOutput
 from hf_trak.modelout_functions.classification import ClassificationModelOutput, RegressionModelOutput
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
@@ -29,7 +28,7 @@ class HasLoss(Protocol):
         """Return the loss of every sample, differentiable, shape `(B,)`."""
 
 
-class LossModelOutput(BatchedModelOutput):
+class LossModelOutput(WrappingModelOutput):
     """The task `loss`: f is minus the per-sample loss for training examples, the model output for targets; q ≡ 1.
 
     The functional form, `get_output`, has no notion of a side and gives the train side.
@@ -52,19 +51,6 @@ class LossModelOutput(BatchedModelOutput):
         self._task: BatchedModelOutput = ClassificationModelOutput() if of is None else of
 
     @property
-    def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
-        return self._task.batch_columns
-
-    @property
-    def row_by_row(self) -> bool:  # type: ignore[override]
-        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
-        return self._task.row_by_row
-
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return self._task.collator(collator)
-
-    @property
     def of_task(self) -> BatchedModelOutput:
         """Return the task whose loss is taken."""
         return self._task
@@ -72,25 +58,7 @@ class LossModelOutput(BatchedModelOutput):
     def bind(self, model: torch.nn.Module) -> None:
         if not self._given:
             self._task = _checked(_task_of(model))
-        self._task.bind(model)
-
-    def use_seed(self, seed: int) -> None:
-        self._task.use_seed(seed)
-
-    def reference_rows(self, train_size: int) -> Sequence[int]:
-        return self._task.reference_rows(train_size)
-
-    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
-        self._task.prepare(model, loader)
-
-    def references(self) -> dict[str, Tensor]:
-        return self._task.references()
-
-    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:
-        self._task.restore(model, references)
-
-    def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._task.model_inputs(batch)
+        super().bind(model)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         if side == "target":

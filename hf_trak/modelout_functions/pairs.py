@@ -6,6 +6,7 @@ Collators of trainers lay the B chosen answers of a batch above the B rejected o
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,23 +51,6 @@ class PairCollator:
         if "chosen_input_ids" in batch:
             return _joined(batch, padding_token(self.collator))
         return _stacked(batch, len(rows))
-
-
-class RowPadding:
-    """Collates rows of tokens, in the place of a default collator, which does not know their columns."""
-
-    def __init__(self, pad: Callable[[Sequence[Any], int], Any], fill: int) -> None:
-        """
-        Args:
-            pad: makes a batch of rows and a padding token.
-            fill: the padding token.
-        """
-        self.pad = pad
-        self.fill = fill
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows into a batch."""
-        return self.pad(rows, self.fill)
 
 
 def is_default(collator: Any) -> bool:
@@ -172,7 +156,7 @@ class PairModelOutput(CompletionModelOutput):
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         if is_default(collator):
-            return RowPadding(_padded_pairs, padding_token(collator))
+            return partial(_padded_pairs, fill=padding_token(collator))
         return PairCollator(collator)
 
     @abstractmethod

@@ -20,6 +20,7 @@ and the target side Σ_t w_t log π(y_t): which rollouts made the policy write t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -35,7 +36,7 @@ from hf_trak.modelout_functions.completions import (
     checked_positive,
     column_of,
 )
-from hf_trak.modelout_functions.pairs import RowPadding, is_default, padded_completions, padding_token
+from hf_trak.modelout_functions.pairs import is_default, padded_completions, padding_token
 
 TokenWeights = Literal["sum", "mean"]
 
@@ -135,7 +136,7 @@ class PolicyModelOutput(CompletionModelOutput):
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         if is_default(collator):
-            return RowPadding(_padded_rollouts, padding_token(collator))
+            return partial(_padded_rollouts, fill=padding_token(collator))
         return RolloutCollator(collator)
 
     def weighted(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.batches import looked_at, mapping_of
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import margin
 
@@ -103,8 +103,4 @@ def _real_logits(model_output: Any, real: Tensor) -> Tensor:
 
 
 def _mapping(batch: Batch) -> Mapping[str, Any]:
-    if isinstance(batch, Mapping):
-        return batch
-    raise TypeError(
-        f"The batch is a {type(batch).__name__}. Expected a mapping with the model's inputs, {ENDS[0]} and {ENDS[1]}."
-    )
+    return mapping_of(batch, f"with the model's inputs, {ENDS[0]} and {ENDS[1]}.")

@@ -9,14 +9,14 @@ so this is the generalized Gauss-Newton matrix of the loss −Σ_t w_t log p_t(y
 The roots matter for a mean over tokens: with w_t = 1/T itself, rows would count the less the longer they are.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side, WrappingModelOutput
 from hf_trak.modelout_functions.batches import looked_at
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.loss import LossModelOutput
@@ -62,7 +62,7 @@ class CanSample(Protocol):
         """Return Σ_t √w_t log p(ŷ_t) of every sample with ŷ drawn by `draws`, differentiable, shape `(B,)`."""
 
 
-class SampledLikelihood(BatchedModelOutput):
+class SampledLikelihood(WrappingModelOutput):
     """The task whose train side is the log-likelihood of labels that are drawn from the model, with q ≡ 1.
 
     Batches come from [`with_rows`], on both sides. A draw depends on the seed, the row number, the place of the label
@@ -88,45 +88,17 @@ class SampledLikelihood(BatchedModelOutput):
         """
         super().__init__()
         Draws(seed, torch.empty(0))  # refuses a seed out of range
-        self.of = of
+        self.of = self._task = of
         self.seed = seed
         self.second = second
         self._sampler = _sampler_of(of)
 
-    @property
-    def batch_columns(self) -> Any:  # type: ignore[override]  # those of the task inside
-        """Name the columns of the inner task, see [`AbstractModelOutput`]."""
-        return self.of.batch_columns
-
-    @property
-    def row_by_row(self) -> bool:  # type: ignore[override]
-        """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
-        return self.of.row_by_row
-
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return self.of.collator(collator)
-
     def bind(self, model: torch.nn.Module) -> None:
-        self.of.bind(model)
+        super().bind(model)
         self._sampler = _sampler_of(self.of)  # the task `loss` may have chosen another one for this model
 
-    def use_seed(self, seed: int) -> None:
-        self.of.use_seed(seed)
-
-    def reference_rows(self, train_size: int) -> Sequence[int]:
-        return self.of.reference_rows(train_size)
-
-    def prepare(self, model: torch.nn.Module, loader: Iterable[Any]) -> None:
-        self.of.prepare(model, loader)
-
-    def references(self) -> dict[str, Tensor]:
-        return self.of.references()
-
-    def restore(self, model: torch.nn.Module, references: Mapping[str, Tensor]) -> None:
-        self.of.restore(model, references)
-
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.of.model_inputs(_taken_apart(batch)[0])
+        return super().model_inputs(_taken_apart(batch)[0])
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         """Compute Σ_t √w_t log p(ŷ_t) of every training example, and the inner task's f of every target.

@@ -6,23 +6,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS
 from hf_trak.modelout_functions.base import Batch
 from hf_trak.modelout_functions.batches import unwrapped
-from hf_trak.modelout_functions.draws import Draws
-from hf_trak.modelout_functions.margins import sliced_margin
-from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenColumnsCollator
-from hf_trak.modelout_functions.tokens import (
-    IGNORED,
-    as_mapping,
-    check_tokens,
-    given_labels,
-    token_logits,
-    without_labels,
-)
+from hf_trak.modelout_functions.token_tasks import SEQUENCE_NAMES, TokenModelOutput
+from hf_trak.modelout_functions.tokens import IGNORED, as_mapping, given_labels, without_labels
 
 
-class Seq2SeqLMModelOutput(AggregatedModelOutput):
+class Seq2SeqLMModelOutput(TokenModelOutput):
     """The task `seq2seq_lm`: f = Σ_t w_t m_t over the label tokens of the decoder.
 
     Without `decoder_input_ids` in the batch, the decoder reads the labels shifted to the right, as the model itself
@@ -32,13 +23,11 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
     Takes the arguments of [`AggregatedModelOutput`].
     """
 
+    batch_columns = (TARGET_MASK, TARGET_WEIGHTS)
     beside = "labels"
     head: ClassVar[str] = "AutoModelForSeq2SeqLM"
 
     _shift: Callable[[Tensor], Tensor] | None = None
-
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return TokenColumnsCollator(collator, self.beside)
 
     def bind(self, model: torch.nn.Module) -> None:
         self._shift = _shifting(unwrapped(model)[1])
@@ -54,36 +43,19 @@ class Seq2SeqLMModelOutput(AggregatedModelOutput):
                     "config has `decoder_start_token_id` and `pad_token_id`, or use "
                     "`DataCollatorForSeq2Seq(model=model)`."
                 )
-            inputs["decoder_input_ids"] = self._shift(self._labels(batch)[0])
+            inputs["decoder_input_ids"] = self._shift(self.labels(batch)[0])
         return (), inputs
-
-    def labelled(self, batch: Batch) -> Tensor:
-        return self._labels(as_mapping(batch, SEQUENCE_NAMES))[1]
 
     def label_weights(self, batch: Batch) -> Tensor:
         lead = self._lead(batch)
         return _moved(super().label_weights(batch), None if lead is None else -lead)
-
-    def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        labels = self._labels(as_mapping(batch, SEQUENCE_NAMES))[0]
-        return sliced_margin(token_logits(model_output, labels, self.head), labels)
-
-    def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
-        """Compute Σ_t √w_t log p(ŷ_t) for tokens ŷ_t drawn from the predictions at the labels, `(B,)`."""
-        valid = self._counted(batch)
-        logits = token_logits(model_output, valid, self.head)
-        return self.weighted_by_roots(draws.log_likelihoods(logits, valid), valid, batch)
-
-    def check(self, model_output: Any, batch: Batch) -> None:
-        labels, valid = self._labels(as_mapping(batch, SEQUENCE_NAMES))
-        check_tokens(labels, valid, token_logits(model_output, labels, self.head).shape[2])
 
     def unit_column(self, batch: Batch, name: str, valid: Tensor) -> Tensor | None:
         column = super().unit_column(batch, name, valid)
         assert isinstance(batch, Mapping) or column is None
         return column if column is None else _moved(column, self._lead(batch))
 
-    def _labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         labels = given_labels(batch)
         if labels is None:
             raise ValueError(

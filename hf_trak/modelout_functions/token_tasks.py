@@ -115,7 +115,7 @@ class TokenModelOutput(AggregatedModelOutput):
     Takes the arguments of [`AggregatedModelOutput`].
     """
 
-    batch_columns = TOKEN_COLUMNS
+    batch_columns: tuple[str, ...] = TOKEN_COLUMNS
     beside = "input_ids"
     head: ClassVar[str]
     """The `AutoModelFor…` class whose models have the head that the task needs."""

@@ -30,7 +30,7 @@ from hf_trak.modelout_functions.answered_calls import (
     leaf,
 )
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, joined
-from hf_trak.modelout_functions.batches import size_of, takes_positions, with_positions
+from hf_trak.modelout_functions.batches import mapping_of, size_of, takes_positions, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.modelout_functions.trainer_settings import loss_settings
@@ -259,12 +259,9 @@ class TrainerLossModelOutput(BatchedModelOutput):
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"The batch is a {type(batch).__name__}. Expected a mapping of names to tensors, which a trainer "
-                "takes. Use the data collator of the trainer."
-            )
-        return {name: value for name, value in batch.items() if name not in self.batch_columns}
+        expected = "of names to tensors, which a trainer takes. Use the data collator of the trainer."
+        entries = mapping_of(batch, expected)
+        return {name: value for name, value in entries.items() if name not in self.batch_columns}
 
     def shares(self, model_output: Any, batch: Batch, items: float | None) -> Tensor | None:
         """Compute the factor of the loss of every row in the loss of the whole batch, as the trainer takes it.

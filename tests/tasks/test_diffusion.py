@@ -200,7 +200,7 @@ def test_latents_and_embedded_prompts_are_columns(tmp_path: Path) -> None:
 def test_timesteps_are_the_middles_of_equal_parts() -> None:
     def steps(timesteps: Any) -> list[int]:
         collate: Any = DiffusionModelOutput(schedule(), timesteps=timesteps).collator(default_data_collator)
-        return collate.timesteps
+        return collate([{"pixel_values": torch.zeros(1, 2, 2)}])[TIMESTEPS][0].tolist()
 
     assert steps(4) == [12, 37, 62, 87]
     assert steps(1) == [50]
