@@ -28,7 +28,6 @@ def test_time_per_pair() -> None:
 
 @pytest.mark.slow
 def test_removal(tmp_path: Path) -> None:
-    options = ("--pairs", "48", "--targets", "2", "--draws", "2", "--output_dir", str(tmp_path / "bank"))
+    options = ("--pairs", "40", "--targets", "2", "--draws", "2", "--output_dir", str(tmp_path / "bank"))
     printed = run("preference_removal.py", *options)
-    assert printed.startswith("48 pairs, ") and printed.count("| 2 (0.05)") == 6
-    assert run("preference_removal.py", *options) == printed  # every training is kept
+    assert printed.startswith("40 pairs, ") and printed.count("| 2 (0.05)") == 6

@@ -3,6 +3,7 @@
 import ast
 import configparser
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,7 @@ def test_quickstart(place: Path) -> None:
     assert_documented(place / "trak-3", "trak")
 
 
+@pytest.mark.slow
 def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(sentences(40), 0)
     for module in trainer.model.modules():
@@ -176,6 +178,7 @@ def test_which_method(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_documented(place / "trak", "trak")
 
 
+@pytest.mark.slow
 def test_replay(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = documents(word_tokenizer(), 20).add_column("source", ["book", "web"] * 10)
 
@@ -398,6 +401,7 @@ def test_hub(hub: Hub, client: Path, place: Path, monkeypatch: pytest.MonkeyPatc
     assert len(load_dataset("me/my-scores", split="train")) == 5
 
 
+@pytest.mark.slow
 def test_command_line(
     hub: Hub, client: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -547,6 +551,7 @@ RUN_HERE = {
 # -- what pages say -----------------------------------------------------------------------------------------------
 
 
+@cache
 def texts_of_the_library() -> str:
     """All texts in the library's code, f-strings with `…` for values, one per line."""
     found = []

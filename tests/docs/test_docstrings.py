@@ -5,6 +5,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ import hf_trak.savers
 import hf_trak.score_computers
 
 PACKAGE = Path(__file__).parents[2] / "hf_trak"
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Parse the modules of the library, by path."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def statements(function: ast.AST) -> Iterator[ast.AST]:
@@ -41,13 +49,13 @@ def functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 def test_functions_that_raise_say_so() -> None:
     """A function with a `raise` statement has a `Raises` section in its docstring."""
     silent, looked_at = [], 0
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for function in functions(ast.parse(path.read_text(encoding="utf-8")).body):
+    for place, module in modules().items():
+        for function in functions(module.body):
             raises = any(isinstance(node, ast.Raise) and node.exc is not None for node in statements(function))
             text = ast.get_docstring(function)
             looked_at += raises
             if raises and text and "Raise" not in text:
-                silent.append(f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}")
+                silent.append(f"{place}:{function.lineno} {function.name}")
     assert looked_at > 80
     assert not silent
 
@@ -103,9 +111,8 @@ PHRASES = re.compile(r"\b(of which|with which|where there (is|are))\b")
 
 def docstrings(kinds: tuple[type[ast.AST], ...]) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of the docstrings of such definitions, private and nested ones included."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for place, module in modules().items():
+        for node in ast.walk(module):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield f"{place}:{getattr(node, 'lineno', 1)}", " ".join(text.split())
 

@@ -104,8 +104,9 @@ def check_with_nvcc(arch, kernels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["80", "90a"])
 def test_every_kernel_compiles_with_nvcc(arch):
+    """NVRTC, which has the same compiler, compiles for the other architectures."""
     check_with_nvcc(arch, kernels_for(arch))
 
 

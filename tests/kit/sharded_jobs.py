@@ -33,6 +33,7 @@ from hf_trak import TrakAttributor
 from hf_trak.featurize.exact import ExactScores
 
 VOCABULARY = 40
+# Two models have two layers, which are gathered one after the other; of the others the kinds of layers matter.
 
 
 def gpt2() -> nn.Module:
@@ -53,7 +54,7 @@ def llama() -> nn.Module:
 def qwen_moe() -> nn.Module:
     config = Qwen2MoeConfig(
         hidden_size=16, intermediate_size=24, moe_intermediate_size=8, shared_expert_intermediate_size=8,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=1,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=1,
         vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return Qwen2MoeForCausalLM(config)
@@ -61,7 +62,7 @@ def qwen_moe() -> nn.Module:
 
 def qwen3() -> nn.Module:
     config = Qwen3Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
@@ -69,7 +70,7 @@ def qwen3() -> nn.Module:
 
 def vit() -> nn.Module:
     config = ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
         num_channels=1, num_labels=3,
     )  # fmt: skip
     return ViTForImageClassification(config)

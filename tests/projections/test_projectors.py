@@ -234,6 +234,7 @@ def test_sinks_respect_an_overridden_accumulate(name, where):
     assert torch.allclose(sink.result(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # a process of its own
 def test_operators_need_no_projectors():
     """`_ops` stands below the projectors, and alone computes what they compute."""
     program = (

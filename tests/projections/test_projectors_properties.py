@@ -74,7 +74,7 @@ def test_sjlt_signs_and_indices_equal_reference(start, n, k, seed, model_id, non
 @given(data=st.data(), seed=seeds, k=st.sampled_from([1, 7, 64, 500, 1024]))
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
 def test_any_cut_and_order_gives_the_same_features(name, nonzeros, data, seed, k):
-    total = 9_001
+    total, k = 9_001, min(k, 64) if name == "normal" else k  # normal entries cost the most
     grads = torch.randn(2, total, generator=torch.Generator().manual_seed(seed % 2**31))
     projector = make_projector(name, total, k, seed, "cpu", nonzeros=min(nonzeros, k))
     whole = projector.project(grads, 1)
