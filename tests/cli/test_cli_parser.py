@@ -1,8 +1,6 @@
 """The parser of recipes: YAML sets defaults, the command line overrides, and both are checked alike."""
 
 import dataclasses
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -214,22 +212,9 @@ def test_training_arguments_and_trak_config_fit_one_command_line(tmp_path):
     assert (training.output_dir, trak.output_dir, trak.proj_dim) == ("here", "here", 128)
 
 
-def test_argv_defaults_to_the_program_s_own(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from hf_trak.cli.parser import parse_yaml_and_args\n"
-        "from hf_trak.config import TrakConfig\n"
-        "print(parse_yaml_and_args(TrakConfig)[0].proj_dim)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, str(script), *write(tmp_path, "proj_dim: 5"), "--proj_dim", "6"],
-        cwd=Path(__file__).parents[2],
-        env={"PYTHONPATH": ".", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.strip() == "6"
+def test_argv_defaults_to_the_program_s_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["script.py", *write(tmp_path, "proj_dim: 5"), "--proj_dim", "6"])
+    assert parse_yaml_and_args(TrakConfig)[0].proj_dim == 6
 
 
 def test_defaults_of_the_caller_stand_below_yaml_and_command_line(tmp_path):

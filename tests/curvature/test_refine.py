@@ -423,6 +423,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(reference: dict[str, Any], tmp_path: Path) -> None:
     """A kill loses one step, and the same call ends with the same bits."""
     store = tmp_path / "store"

@@ -1,10 +1,6 @@
 """Training rows left out or added: equal to featurizing the changed dataset from scratch, without doing so."""
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ from datasets import Dataset
 from digit_models import DigitNet, digits, full_scores, make, relative_error, trained_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import PYTHONPATH
+from store_jobs import Job, start_group
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
@@ -250,48 +246,31 @@ def test_top_k_and_selection_count_the_revised_rows(original, targets):
 
 # -- two processes ---------------------------------------------------------------------------------------------------
 
-JOB = """
-import json, os, sys
-from pathlib import Path
-from digit_models import digits, make, trained_net
 
-directory, targets = Path(sys.argv[1]), digits(1000, 1009)
-attributor = make(trained_net(digits(0, 61)), directory / "store", digits(0, 61)).featurize()
-revised = attributor.exclude([3, 17, 60]).extend(digits(200, 219))
-subset = revised.select(9, targets, group_by="labels", stratify_by="source")
-result = {
-    "processes": revised.features.processes.num_processes,
-    "selected": [subset["trak_index"][:], subset["trak_score"][:]],
-    "groups": revised.group_scores(targets, "labels", group_by="all")["trak_group_scores"][:],
-    "mean": revised.attribute(targets, top_k=5, group_by="all")["trak_scores"][:],
-    "self_influence": revised.self_influence().tolist(),
-}
-(directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
-"""
+def revised_job(directory: Path) -> dict[str, Any]:
+    targets = digits(1000, 1009)
+    attributor = make(trained_net(digits(0, N_TRAIN)), directory, digits(0, N_TRAIN)).featurize()
+    revised = attributor.exclude([3, 17, 60]).extend(digits(200, 219))
+    subset = revised.select(9, targets, group_by="labels", stratify_by="source")
+    return {
+        "processes": revised.features.processes.num_processes,
+        "selected": [subset["trak_index"][:], subset["trak_score"][:]],
+        "groups": revised.group_scores(targets, "labels", group_by="all")["trak_group_scores"][:],
+        "mean": revised.attribute(targets, top_k=5, group_by="all")["trak_scores"][:],
+        "self_influence": revised.self_influence().tolist(),
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("jobs_with_one_thread")
 def test_two_processes_find_what_one_finds(tmp_path):
-    """Every process of a real launch gets the same revision, selection and groups, with the same bits."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH,
-    }  # fmt: skip
-    found = {}
-    for processes in (1, 2):
-        (tmp_path / str(processes)).mkdir()
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [sys.executable, *launch, str(script), str(tmp_path / str(processes))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found[processes] = [
-            json.loads(path.read_text()) for path in sorted((tmp_path / str(processes)).glob("*.json"))
-        ]
-    assert [result.pop("processes") for result in found[2]] == [2, 2]
-    assert found[1][0].pop("processes") == 1
-    assert found[2] == [found[1][0]] * 2
+    """Both get the same revision, selection and groups, with the same bits."""
+    alone = (Job(tmp_path / "report.json", revised_job, tmp_path / "alone").wait(300) or {})["value"]
+    jobs = start_group(tmp_path, 2, revised_job, tmp_path / "two", timeout=120)
+    both = [(job.wait(300) or {})["value"] for job in jobs]
+    assert [found.pop("processes") for found in (alone, *both)] == [1, 2, 2]
+    assert both == [alone] * 2
 
 
 # -- what cannot work ------------------------------------------------------------------------------------------------

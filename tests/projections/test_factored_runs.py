@@ -1,9 +1,6 @@
 """Attribution with `proj_type="factored"`: the same features from every engine, number of processes and division."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -266,19 +263,13 @@ def job(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.usefixtures("jobs_with_one_thread")
 def test_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    done = subprocess.run([*command, str(tmp_path)], timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-8000:]
+    both = sharded_jobs.in_group(tmp_path, job)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = features(attributor(made("gpt2"), "gpt2", tmp_path / "alone", **OPTIONS).featurize())
     torch.set_num_threads(before)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())["value"]
+    for found in both:
         assert found["fsdp"] <= ROUNDING and found["tensor parallel"] <= ROUNDING
         assert torch.equal(torch.tensor(found["features"]), alone)
-
-
-if __name__ == "__main__":
-    sharded_jobs.run(job, Path(sys.argv[1]))

@@ -2,10 +2,7 @@
 within what the codes' noise explains."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from digit_models import DigitNet, digits, full_scores, make, relative_error, trained_net
-from places import PYTHONPATH
 from rounding import gamma
 from scipy.stats import spearmanr
+from store_jobs import Job, start_group
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError, StoreError
@@ -224,30 +221,21 @@ def test_a_budget_of_bytes():
         TrakConfig(proj_dim="0B")
 
 
-JOB = """
-import sys
-from pathlib import Path
-from digit_models import digits, full_scores, make, trained_net
-attributor = make(trained_net(digits(0, 61)), Path(sys.argv[1]), digits(0, 61), proj_dim=300, feature_dtype="int1")
-attributor.featurize()
-print(full_scores(attributor, digits(200, 204)).sum())
-"""
+def write_codes(directory: Path) -> None:
+    attributor = make(trained_net(digits(0, N)), directory, digits(0, N), proj_dim=K, feature_dtype="int1")
+    full_scores(attributor.featurize(), digits(200, 204))
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_write_the_same_codes(net, tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH,
-    }  # fmt: skip
-    written = []
-    for processes in (1, 2):
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [sys.executable, *launch, str(script), str(tmp_path / str(processes))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        folder = tmp_path / str(processes) / "checkpoint-0"
-        written.append({path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))})
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_two_processes_write_the_same_codes(tmp_path):
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    assert Job(tmp_path / "report.json", write_codes, alone).wait(300) == {"value": None}
+    jobs = start_group(tmp_path, 2, write_codes, two, timeout=120)
+    assert [job.wait(300) for job in jobs] == [{"value": None}] * 2
+    written = [
+        {path.name: path.read_bytes() for path in sorted((place / "checkpoint-0").glob("*.safetensors"))}
+        for place in (alone, two)
+    ]
     assert written[0] == written[1]
