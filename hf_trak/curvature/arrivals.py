@@ -55,11 +55,11 @@ class BlockRanges:
                 yield low, high, index, kind
 
 
-def by_source(blocks: CurvatureBlocks) -> dict[int, list[int]]:
-    """List the Kronecker blocks whose gradients come as factors, by the start of these."""
+def by_source(blocks: CurvatureBlocks, held: Collection[int] | None = None) -> dict[int, list[int]]:
+    """List the Kronecker blocks (of those that are held) whose gradients come as factors, by the start of these."""
     found: dict[int, list[int]] = defaultdict(list)
     for index, one in enumerate(blocks.kronecker):
-        if one.source is not None:
+        if one.source is not None and (held is None or index in held):
             found[one.source].append(index)
     return dict(found)
 
@@ -106,10 +106,11 @@ class BatchArrivals:
         self._blocks = blocks
         self._consumer = consumer
         self._takes_numbers = consumer.takes_numbers and not kronecker
-        counting = range(len(blocks.kronecker)) if kronecker is None else sorted(kronecker)
-        sources = {start: [i for i in indices if i in counting] for start, indices in by_source(blocks).items()}
-        self._by_source = {start: indices for start, indices in sources.items() if indices}
-        self._ranges = BlockRanges(blocks, [index for index in counting if blocks.kronecker[index].source is None])
+        counting = set(range(len(blocks.kronecker)) if kronecker is None else kronecker)
+        self._by_source = by_source(blocks, counting)
+        self._ranges = BlockRanges(
+            blocks, [index for index in sorted(counting) if blocks.kronecker[index].source is None]
+        )
         self._later: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._matrices: dict[int, Tensor] = {}
         self._numbers: dict[int, _Repeated] = defaultdict(_Repeated)

@@ -179,7 +179,7 @@ class InverseSink:
         self._blocks = of.curvature.blocks
         self._places = places
         self._result = result
-        self._by_source = _held_by_source(of.curvature)
+        self._by_source = by_source(self._blocks, of.matrices)
         self._ranges = BlockRanges(self._blocks, of.matrices, of.numbers)
         self._dense: dict[int, Tensor] = {}
         self._biases: dict[int, Tensor] = {}
@@ -246,12 +246,6 @@ class InverseSink:
 
     def _emit(self, index: int, rotated: Tensor) -> None:
         self._places.matrices(index, scaled(rotated, self._map.matrices[index]))
-
-
-def _held_by_source(curvature: Curvature) -> dict[int, list[int]]:
-    held = set(curvature.held)
-    found = {start: [i for i in indices if i in held] for start, indices in by_source(curvature.blocks).items()}
-    return {start: indices for start, indices in found.items() if indices}
 
 
 class Preconditioning(InverseMap):

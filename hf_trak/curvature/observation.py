@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock, Part
-from hf_trak.errors import NonFiniteError
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 
 SMALLEST_SIDE = 4
@@ -86,7 +85,8 @@ class BatchObserver:
             observation: to which the batch is added.
         """
         self._observation = observation
-        self._slots = SlotIndex(layout)
+        self._layout = layout
+        self._by_name = {slot.name: slot for slot in layout.slots}
         self._calls: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # sums over positions, by start
         self._sizes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # bounds of sums of absolute values
         self._ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -94,7 +94,7 @@ class BatchObserver:
 
     def dense(self, start: int, block: Tensor) -> None:
         """Note a dense block."""
-        for slot, low, high in self._slots.overlaps(start, start + block.shape[1]):
+        for slot, low, high in self._layout.overlaps(start, start + block.shape[1]):
             self._ranges[slot.name].append((low, high))
             if len(slot.shape) == 1:
                 part = block[:, low - start : high - start].float()
@@ -120,14 +120,14 @@ class BatchObserver:
             sizes = calls[0][0].shape[1], calls[0][1].shape[1]
             before = seen.factors.get(start, (*sizes, 0))
             seen.factors[start] = (*sizes, max(before[2], len(calls)))
-            slot = self._slots.at(start)
+            slot = next(self._layout.overlaps(start, start + 1))[0]
             if slot.name in self._ranges:
                 seen.overlapping.add(slot.name)
             self._look_for_bias(start, slot, calls)
 
     def _look_for_bias(self, start: int, slot: ParameterSlot, calls: list[tuple[Tensor, Tensor]]) -> None:
         """Compare the sum of the factors over positions with the gradient of the layer's bias."""
-        bias = self._slots.by_name.get(slot.name.removesuffix("weight") + "bias")
+        bias = self._by_name.get(slot.name.removesuffix("weight") + "bias")
         if not slot.name.endswith("weight") or bias is None or bias.offset not in self._vectors:
             return
         given = self._vectors[bias.offset]
@@ -148,31 +148,6 @@ class BatchObserver:
                 if self._observation.biases[start] == (bias.offset + first, part):
                     return
         self._observation.refuted.add(start)
-
-
-class SlotIndex:
-    """Finds parameters by position in the gradient vector."""
-
-    def __init__(self, layout: ParameterLayout) -> None:
-        self.slots = layout.slots
-        self.by_name = {slot.name: slot for slot in layout.slots}
-        self._by_start = {slot.offset: slot for slot in layout.slots}
-
-    def overlaps(self, start: int, stop: int) -> list[tuple[ParameterSlot, int, int]]:
-        """List the parameters in `start … stop`, each with the part of the range that is its own."""
-        slot = self._by_start.get(start)
-        if slot is not None and stop <= slot.offset + slot.numel:
-            return [(slot, start, stop)]
-        found = []
-        for slot in self.slots:
-            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-            if low < high:
-                found.append((slot, low, high))
-        return found
-
-    def at(self, position: int) -> ParameterSlot:
-        """Return the parameter at a position."""
-        return self.overlaps(position, position + 1)[0][0]
 
 
 def divide(
@@ -231,11 +206,7 @@ def divide(
 
 def joined_ranges(kronecker: list[KroneckerBlock]) -> list[tuple[int, int]]:
     """List the positions of biases that are part of a Kronecker block, as ranges, ascending."""
-    ranges = []
-    for block in kronecker:
-        if block.bias is not None:
-            ranges.append((block.bias, block.bias + (block.left if block.bias_part == "right" else block.right)))
-    return sorted(ranges)
+    return sorted((one.bias, one.bias + one.bias_length) for one in kronecker if one.bias is not None)
 
 
 def _without(blocks: list[DiagonalBlock], ranges: list[tuple[int, int]]) -> list[DiagonalBlock]:
@@ -336,21 +307,13 @@ def eigenbasis(total: Tensor, count: float, what: str) -> tuple[Tensor, Tensor]:
     """Decompose a sum of outer products, in float64.
 
     Args:
-        total: the sum, `(d, d)`. Only the lower triangle is read.
+        total: the sum, `(d, d)`, finite. Only the lower triangle is read.
         count: the number that divides it first, so that no decomposition sees huge numbers.
         what: name of the parameter and the side, for errors.
 
     Returns:
         Eigenvalues `(d,)`, ascending, at least 0, float64; and eigenvectors as columns `(d, d)`, float32.
-
-    Raises:
-        NonFiniteError: the sum is not finite.
     """
-    if not bool(torch.isfinite(total).all()):
-        raise NonFiniteError(
-            f"The covariance of {what} is not finite. Expected finite numbers. Look for NaN or infinite values in "
-            "the checkpoint, or compute in float32 (`model_dtype='float32'`)."
-        )
     matrix = total.to("cpu", torch.float64) / max(count, 1)
     try:
         values, vectors = torch.linalg.eigh(matrix, UPLO="L")

@@ -40,6 +40,8 @@ class _Event(NamedTuple):
 class _Sink(Protocol):
     def __call__(self, start: int, block: Tensor) -> None: ...
 
+    def takes_outer(self, left: Tensor, right: Tensor) -> bool: ...
+
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None: ...
 
 
@@ -103,9 +105,14 @@ class BlockOwners:
 
 
 class OutgoingGradients:
-    """A sink of the gradients of one process' rows, which go to the owners of their blocks."""
+    """A sink of the gradients of one process' rows, which go to the owners of their blocks.
+
+    Attributes:
+        result: returns what the owners have made of them, `(B, k)`; whoever opens a sink for rows gives it.
+    """
 
     takes_outer = staticmethod(every_factor)
+    result: Callable[[], Tensor]
 
     def __init__(
         self,
@@ -255,8 +262,11 @@ def feed(sink: _Sink, events: Iterable[_Event], device: torch.device | None = No
             block = first.new_zeros(len(first), width)
             block[:, others[0]] = first
             sink(start, block)
-        elif others:
+        elif others and sink.takes_outer(first, others[0]):
             sink.add_outer(start, first, others[0])
+        elif others:
+            for low, part in slices(first, others[0]):
+                sink(start + low, part)
         else:
             sink(start, first)
 
@@ -318,11 +328,14 @@ class OwnerMap(GradientMap):
         leads = self._lockstep.division.is_leader
         note = {"rows": self._rows, "model_id": model_id, "size": batch_size} if leads else None
 
-        def result(outgoing: OutgoingGradients) -> Tensor:
+        outgoing = self._outgoing()
+
+        def result() -> Tensor:
             found = self._served(outgoing, note)
             return torch.zeros(batch_size, self.proj_dim, device=device) if found is None else found.to(device)
 
-        return _OwnerSink(self._outgoing(), result)
+        outgoing.result = result
+        return outgoing
 
     def accompany(self) -> None:
         self._served(self._outgoing(), None)
@@ -344,7 +357,7 @@ class OwnerMap(GradientMap):
                 return
             self._own.begin(said["rows"])
             sink = self._own.sink(said["size"], said["model_id"], self._device)
-            feed(_Sliced(sink), events, self._device)
+            feed(sink, events, self._device)
             parts.append(sink.result().to("cpu", torch.float32))
 
         notes = outgoing.hand_over(note, deliver)
@@ -353,40 +366,6 @@ class OwnerMap(GradientMap):
         sizes = [0 if said is None else said["size"] for said in notes]
         first = sum(sizes[: self._owners.rank])
         return None if note is None else total[first : first + note["size"]]
-
-
-class _OwnerSink:
-    takes_outer = staticmethod(every_factor)
-
-    def __init__(self, outgoing: OutgoingGradients, result: Callable[[OutgoingGradients], Tensor]) -> None:
-        self._outgoing = outgoing
-        self._result = result
-
-    def __call__(self, start: int, block: Tensor) -> None:
-        self._outgoing(start, block)
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        self._outgoing.add_outer(start, left, right)
-
-    def result(self) -> Tensor:
-        return self._result(self._outgoing)
-
-
-class _Sliced:
-    """Gives factors that a sink does not want to it as dense slices of bounded size."""
-
-    def __init__(self, sink: MapSink) -> None:
-        self._sink = sink
-
-    def __call__(self, start: int, block: Tensor) -> None:
-        self._sink(start, block)
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        if self._sink.takes_outer(left, right):
-            self._sink.add_outer(start, left, right)
-            return
-        for first, part in slices(left, right):
-            self._sink(start + first, part)
 
 
 class _BlockPlaces:

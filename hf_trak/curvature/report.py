@@ -11,6 +11,7 @@ unless the block is nothing but rounding (see `damping_of`):
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -168,17 +169,8 @@ class CurvatureReport:
                 Number of blocks to show. By default all.
         """
         header = (
-            "block",
-            "kind",
-            "shape",
-            "positions",
-            "mean Λ",
-            "median",
-            "largest",
-            "dimension",
-            "gradients",
-            "scores",
-        )
+            "block", "kind", "shape", "positions", "mean Λ", "median", "largest", "dimension", "gradients", "scores",
+        )  # fmt: skip
         cells = [header, *(_cells(block) for block in self.blocks[:limit])]
         widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
         lines = []
@@ -233,15 +225,12 @@ def _with_names(curvature: Curvature) -> list[tuple[str, KroneckerBlock | Diagon
     counts = [None if values.bases is None else values.count for values in curvature.kronecker]
     counts += [None] * len(curvature.diagonal)
     items = curvature.items()
-    times: dict[str, int] = {}
-    for block, _ in items:
-        times[block.name] = times.get(block.name, 0) + 1
-    seen: dict[str, int] = {}
+    times = Counter(block.name for block, _ in items)
+    seen: Counter[str] = Counter()
     found = []
     for (block, values), count in zip(items, counts, strict=True):
-        place = seen.get(block.name, 0)
-        seen[block.name] = place + 1
-        name = block.name if times[block.name] == 1 else f"{block.name}[{place}]"
+        name = block.name if times[block.name] == 1 else f"{block.name}[{seen[block.name]}]"
+        seen[block.name] += 1
         found.append((name, block, values, count))
     return found
 

@@ -16,7 +16,6 @@ from hf_trak.gradient_computers.base import (
     is_out_of_memory,
 )
 from hf_trak.gradient_computers.engine_check import KEPT_BYTES, BatchIndependence, KeptPass, check_against
-from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
@@ -159,9 +158,7 @@ class AutoGradientComputer(AbstractGradientComputer):
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         if self._computer is not None:
             return self._computer.compute_loss_grad(batch)
-        weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with pass_settings(self.model), torch.no_grad():
-            return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
+        return super().compute_loss_grad(batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         computer = self._ready(batch, side, sink)
@@ -197,8 +194,7 @@ class AutoGradientComputer(AbstractGradientComputer):
         """Return the sink if the gradients of a batch are as it wants them, and few enough to be kept."""
         if sink is None or self.dtype is not None:
             return None
-        parameters = dict(self.model.named_parameters())
-        row_bytes = sum(slot.numel * parameters[slot.name].element_size() for slot in self.layout.slots)
+        row_bytes = self.layout.gradient_bytes(dict(self.model.named_parameters()))
         return sink if size * row_bytes <= KEPT_BYTES else None
 
     def _chosen(

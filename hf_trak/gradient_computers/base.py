@@ -9,6 +9,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
+from hf_trak.gradient_computers.environment import gradients_set_aside, pass_settings
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions import function
 from hf_trak.modelout_functions.base import (
@@ -45,7 +46,7 @@ class BatchOutputs:
 class AbstractGradientComputer(ABC):
     """Per-sample gradients of a task's model output function, as in the `trak` API.
 
-    Subclasses implement the three methods of the `trak` API. Those that can produce gradients piece by piece also
+    Subclasses implement the abstract methods of the `trak` API. Those that can produce gradients piece by piece also
     override [`~AbstractGradientComputer.stream`], so that nothing of size B × P is ever held.
 
     Attributes:
@@ -115,7 +116,6 @@ class AbstractGradientComputer(ABC):
             `torch.Tensor` or `dict[str, torch.Tensor]`: `(B, P)`, or `(B, *shape)` by parameter name.
         """
 
-    @abstractmethod
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Compute the output-to-loss gradient q of every sample of a batch.
 
@@ -125,6 +125,9 @@ class AbstractGradientComputer(ABC):
         Returns:
             `torch.Tensor`: `(B,)`.
         """
+        weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        with pass_settings(self.model), torch.no_grad():
+            return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
 
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         """Push the per-sample gradients of a batch into `sink`, block by block.
@@ -233,6 +236,19 @@ class SplitBatch:
         tensors = {key: tensor[list(rows)] for key, tensor in self.mapped.items()}
         return self.rebuild({**tensors, **{key: [values[row] for row in rows] for key, values in self.listed.items()}})
 
+    def require_samples(self, task: AbstractModelOutput) -> None:
+        """Refuse a batch with names for a task that takes the tensors of one sample.
+
+        Raises:
+            TypeError: it is such a batch.
+        """
+        if self.is_mapping:
+            raise TypeError(
+                f"The batch is a mapping with keys {list(self.keys)}, but the task {type(task).__name__} has only the "
+                "functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive the "
+                "task from BatchedModelOutput."
+            )
+
     @property
     def sample_elements(self) -> int:
         """Count the tensor elements per sample, a measure of the cost of batches of different lengths."""
@@ -318,6 +334,24 @@ def one_per_sample(values: Any, size: int, task: AbstractModelOutput) -> Tensor:
     return function.one_per_sample(values, size, f"The task {type(task).__name__}")
 
 
+def model_output(task: BatchedModelOutput, model: torch.nn.Module, batch: Batch, side: Side = "train") -> Tensor:
+    """Run one forward pass of a batch, and compute f of every sample.
+
+    Args:
+        task: the task.
+        model: the model.
+        batch: B samples.
+        side: the side that they are on.
+
+    Returns:
+        `torch.Tensor`: `(B,)`.
+
+    Raises:
+        ValueError: the task did not return one value per sample.
+    """
+    return one_per_sample(task.output(run_model(task, model, batch), batch, side), batch_size_of(batch), task)
+
+
 def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Take the gradients of a scalar by plain autograd.
 
@@ -352,12 +386,6 @@ def accumulated_gradients(f: Tensor, parameters: Sequence[Tensor]) -> list[Tenso
     Returns:
         One gradient per parameter, `None` for one that `f` does not depend on.
     """
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
+    with gradients_set_aside(parameters):
         f.backward()
         return [parameter.grad for parameter in parameters]
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient

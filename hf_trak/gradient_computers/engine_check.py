@@ -12,6 +12,7 @@ from hf_trak.gradient_computers.base import (
     GradientSink,
     SplitBatch,
     gradients_of,
+    model_output,
     one_per_sample,
     run_model,
 )
@@ -115,27 +116,25 @@ def check_batch_independence(
         )
 
 
+@dataclass
 class BatchIndependence:
     """[`check_batch_independence`], made at most once for a batch, and only where it is needed.
 
     An engine that passes the whole batch through the model shows the same by its own f.
+
+    Attributes:
+        reference: f of samples alone.
+        samples: the samples, and their batch.
+        task: the task; one without a batched form takes samples one at a time, and cannot mix them.
+        model: the model.
+        known: whether the check was made, or f has shown the same.
     """
 
-    def __init__(
-        self, reference: Reference, samples: Samples, task: AbstractModelOutput, model: torch.nn.Module
-    ) -> None:
-        """
-        Args:
-            reference: f of samples alone.
-            samples: the samples, and their batch.
-            task: the task; one without a batched form takes samples one at a time, and cannot mix them.
-            model: the model.
-        """
-        self._reference = reference
-        self._samples = samples
-        self._task = task
-        self._model = model
-        self._known = SplitBatch.of(samples.batch).size == 1
+    reference: Reference
+    samples: Samples
+    task: AbstractModelOutput
+    model: torch.nn.Module
+    known: bool = False
 
     def require(self) -> None:
         """Make the check, unless it was made.
@@ -143,10 +142,11 @@ class BatchIndependence:
         Raises:
             SamplesMixedError: f of a sample depends on the others.
         """
-        if not self._known and isinstance(self._task, BatchedModelOutput) and not self._task.row_by_row:
-            task, batch, side = self._task, self._samples.batch, self._samples.side
-            in_chunks(self._model, lambda: check_batch_independence(self._reference, task, batch, side, self._model))
-        self._known = True
+        task, batch, side = self.task, self.samples.batch, self.samples.side
+        alone = SplitBatch.of(batch).size == 1
+        if not self.known and not alone and isinstance(task, BatchedModelOutput) and not task.row_by_row:
+            in_chunks(self.model, lambda: check_batch_independence(self.reference, task, batch, side, self.model))
+        self.known = True
 
     def shown_by(self, output: Tensor) -> None:
         """Take f `(B,)` of a pass of the whole batch in place of the check; where it differs, make the check.
@@ -154,10 +154,10 @@ class BatchIndependence:
         Raises:
             SamplesMixedError: f of a sample depends on the others.
         """
-        rows = torch.tensor(self._reference.rows, device=output.device)
-        if self._known or outputs_differ(self._reference, output[rows].to(self._reference.output)):
+        rows = torch.tensor(self.reference.rows, device=output.device)
+        if not self.known and outputs_differ(self.reference, output[rows].to(self.reference.output)):
             self.require()
-        self._known = True
+        self.known = True
 
 
 class _CheckingSink:
@@ -272,10 +272,7 @@ def _is_in_batch(
     wanted = [parameters[name] for name in layout.names]
     errors = residual.clone()
     with differentiating(model, {id(one) for one in wanted}):
-        size = SplitBatch.of(batch).size
-        output = in_chunks(
-            model, lambda: one_per_sample(task.output(run_model(task, model, batch), batch, side), size, task)
-        )
+        output = in_chunks(model, lambda: model_output(task, model, batch, side))
         for place, row in enumerate(reference.rows):
             errors[place] -= reference.gradients[place]
             gradients = gradients_of(output[row], wanted)

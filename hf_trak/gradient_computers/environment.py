@@ -38,16 +38,11 @@ def checkpointed_layers(model: torch.nn.Module) -> Iterator[None]:
         and getattr(module, "gradient_checkpointing", False)
         and callable(module.__dict__.get(_FUNCTION))
     ]
-    before = [getattr(module, _FUNCTION) for module in marked]
-    try:
-        for module, function in zip(marked, before, strict=True):
-            setattr(module, _FUNCTION, _in_evaluation_mode(module, function))
+    with _kept(marked, _FUNCTION), _kept(marked, "training"):
+        for module in marked:
+            setattr(module, _FUNCTION, _in_evaluation_mode(module, getattr(module, _FUNCTION)))
             module.training = True
         yield
-    finally:
-        for module, function in zip(marked, before, strict=True):
-            setattr(module, _FUNCTION, function)
-            module.training = False
 
 
 def _in_evaluation_mode(module: torch.nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +67,17 @@ def _in_evaluation_mode(module: torch.nn.Module, checkpoint: Callable[..., Any])
 
 
 @contextmanager
+def _kept(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """Return a context after which an attribute of each owner is what it was before."""
+    saved = [(owner, getattr(owner, name)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, value in saved:
+            setattr(owner, name, value)
+
+
+@contextmanager
 def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove hooks when the block ends."""
     try:
@@ -84,27 +90,20 @@ def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 @contextmanager
 def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Return a context in which parameters begin without a gradient. Afterwards they have those from before."""
-    saved = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in saved:
+    parameters = list(parameters)
+    with _kept(parameters, "grad"):
+        for parameter in parameters:
             parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in saved:
-            parameter.grad = gradient
 
 
 @contextmanager
 def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
     """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other."""
-    saved = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in saved:
+    with _kept(model.parameters(), "requires_grad"):
+        for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in wanted)
         yield
-    finally:
-        for parameter, flag in saved:
-            parameter.requires_grad_(flag)
 
 
 @contextmanager
@@ -142,11 +141,9 @@ def problem_type_fixed(model: torch.nn.Module, labels: Any) -> Iterator[None]:
         kind = "single_label_classification"
     else:
         kind = "multi_label_classification"
-    config.problem_type = kind
-    try:
+    with _kept([config], "problem_type"):
+        config.problem_type = kind
         yield
-    finally:
-        config.problem_type = None
 
 
 @contextmanager
@@ -171,20 +168,14 @@ def pass_settings(model: torch.nn.Module) -> Iterator[None]:
             f"it. Load the model again, and before any evaluation on the CPU set `{setting} = False` on its 4-bit "
             "layers."
         )
-    saved: list[tuple[Any, Any]] = []
-    try:
-        for config in _configs(model):
-            value = getattr(config, "use_cache", None)
-            if isinstance(value, int) and value:  # a method of that name is none of ours
-                saved.append((config, value))
-                config.use_cache = False
-        # a process without the compiler has compiled nothing, and to import it takes a second
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-        with keeping_4bit_weights(model), eager:
-            yield
-    finally:
-        for config, value in saved:
-            config.use_cache = value
+    # a method of that name is none of ours
+    caching = [one for one in _configs(model) if isinstance(getattr(one, "use_cache", None), int) and one.use_cache]
+    # a process without the compiler has compiled nothing, and to import it takes a second
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with _kept(caching, "use_cache"), keeping_4bit_weights(model), eager:
+        for config in caching:
+            config.use_cache = False
+        yield
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

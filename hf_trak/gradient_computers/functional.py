@@ -110,12 +110,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         """Compute the gradients by name, f `(B,)`, and q `(B,)`; `None` for q where the task has no batched form."""
         split = SplitBatch.of(batch)
         task = self.modelout_fn
-        if split.is_mapping and not isinstance(task, BatchedModelOutput):
-            raise TypeError(
-                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
-                "the functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
-                "the task from BatchedModelOutput."
-            )
+        if not isinstance(task, BatchedModelOutput):
+            split.require_samples(task)
         if (split.listed and split.size > 1) or (isinstance(task, BatchedModelOutput) and task.row_by_row):
             raise GradientEngineError(
                 f"The task {type(task).__name__} takes rows alone, or lists of them, which cannot be vectorized. Use "
@@ -166,12 +162,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         gradient twice (once when it is taken, once in the result, which is subtracted for the whole batch beforehand).
         """
         if self._measured is None or self._measured[0] < split.sample_elements:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_differentiable(self.func_weights, self.layout.names))
+            with _differentiable(self.func_weights, self.layout.names):
                 self._measured = (split.sample_elements, saved_activation_bytes(forward))
-        weights = self.func_weights
-        gradient = sum(slot.numel * weights[slot.name].element_size() for slot in self.layout.slots)
-        available = free_bytes(next(iter(weights.values())).device) * MEMORY_SHARE - split.size * gradient
+        gradient = self.layout.gradient_bytes(self.func_weights)
+        available = free_bytes(next(iter(self.func_weights.values())).device) * MEMORY_SHARE - split.size * gradient
         chunk = int(available // max(2 * self._measured[1] + gradient, 1))
         return max(1, min(split.size, chunk))
 

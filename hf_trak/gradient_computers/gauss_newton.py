@@ -18,7 +18,7 @@ J v. Attention runs in its plain form for both, since fused kernels have neither
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,12 +76,7 @@ class GaussNewton:
             of_gradients: C = Σ_b ∇f_b ∇f_bᵀ with f the train side of the task, the empirical Fisher, instead of the
                 Gauss-Newton matrix. For losses without outputs of their own for every row.
             form: the form of J v, see [`ProductForm`].
-
-        Raises:
-            ValueError: there is no such form.
         """
-        if form not in get_args(ProductForm):
-            raise ValueError(f"`form` is {form!r}. Expected one of {list(get_args(ProductForm))}.")
         self.model = model
         self.task = task
         self.layout = layout

@@ -84,11 +84,9 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return self._run(batch, "train")[0]
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
+        if self.sample_form:
+            return super().compute_loss_grad(batch)
         with pass_settings(self.model):
-            if self.sample_form:
-                weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-                with torch.no_grad():
-                    return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
             # the calling convention of the TRAK API: the task uses the model's own weights
             return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)  # type: ignore[arg-type]
 
@@ -126,12 +124,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
     def _plain_output(self, split: SplitBatch, row: int, single: Batch) -> Tensor:
         """Compute f of one sample by a task without a batched form."""
         task = self.modelout_fn
-        if split.is_mapping:
-            raise TypeError(
-                f"The batch is a mapping with keys {list(split.keys)}, but the task {type(task).__name__} has only "
-                "the functional form get_output(model, weights, buffers, *sample). Pass a tuple of tensors, or derive "
-                "the task from BatchedModelOutput."
-            )
+        split.require_samples(task)
         if self.sample_form:
             weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
             sample = split.rebuild({key: tensor[row] for key, tensor in split.mapped.items()})

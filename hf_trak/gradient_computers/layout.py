@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -103,6 +105,24 @@ class ParameterLayout:
             if slot.name == name:
                 return slot
         raise KeyError(name)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[ParameterSlot, int, int]]:
+        """Yield the parameters that have a part in a range of the gradient vector, and where that part is in it.
+
+        Args:
+            start, stop: the range.
+        """
+        for place in range(bisect_right(self.slots, start, key=attrgetter("offset")) - 1, len(self.slots)):
+            slot = self.slots[place]
+            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if low < high:
+                yield slot, low, high
+            elif slot.offset >= stop:
+                return
+
+    def gradient_bytes(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Count the bytes of a gradient in the dtypes of the weights, which are given by name."""
+        return sum(slot.numel * weights[slot.name].element_size() for slot in self.slots)
 
     def to_list(self) -> list[list[object]]:
         """Return the JSON form: `[[name, shape, offset], …]`."""

@@ -121,12 +121,9 @@ def per_sample_gradients(
     gradients = {s.name: parameters[s.name].detach().new_zeros(size, s.numel) for s in slots}
 
     def sink(start: int, block: Tensor) -> None:
-        stop = start + block.shape[1]
-        for slot in slots:
-            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-            if low < high:
-                target = gradients[slot.name][:, low - slot.offset : high - slot.offset]
-                target += block[:, low - start : high - start].to(target.device)
+        for slot, low, high in computer.layout.overlaps(start, start + block.shape[1]):
+            target = gradients[slot.name][:, low - slot.offset : high - slot.offset]
+            target += block[:, low - start : high - start].to(target.device)
 
     computer.stream(given, sink)
     return {slot.name: gradients[slot.name].view(size, *slot.shape) for slot in slots}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_trak._compat import BatchNormBase
 from hf_trak.errors import GradientEngineError
-from hf_trak.gradient_computers.base import BatchOutputs, SplitBatch, gradients_of, one_per_sample, run_model
+from hf_trak.gradient_computers.base import BatchOutputs, SplitBatch, gradients_of, model_output
 from hf_trak.gradient_computers.environment import differentiating
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -314,8 +314,7 @@ def _otherwise_rounded(
     parameters = plain.model_params
     wanted = {id(p) for p in parameters}
     with differentiating(model, wanted), rounded_at_random(model):
-        result = run_model(task, model, pair)
-        f = one_per_sample(task.output(result, pair, samples.side), 2, task)[:1]
+        f = model_output(task, model, pair, samples.side)[:1]
         taken = gradients_of(f.sum() * SCALE, parameters) if f.requires_grad else [None] * len(parameters)
     home = parameters[0].device
     pieces = [p.new_zeros(p.numel()) if g is None else g.flatten() for g, p in zip(taken, parameters, strict=True)]
@@ -344,9 +343,7 @@ def _sketched(
     sums = sketch.empty(1)
     wanted = {id(p) for p in parameters.values()}
     with differentiating(model, wanted):
-        result = run_model(task, model, batch)
-        f = one_per_sample(task.output(result, batch, side), SplitBatch.of(batch).size, task)[:1]
-        del result  # logits would stay until the end of the backward pass
+        f = model_output(task, model, batch, side)[:1]
         if f.requires_grad:
             each_gradient(
                 f.sum() * scale,

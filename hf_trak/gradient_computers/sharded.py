@@ -22,10 +22,10 @@ from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import BatchOutputs, GradientSink, SplitBatch
 from hf_trak.gradient_computers.environment import removing
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
-from hf_trak.gradient_computers.hooked.computer import MAX_RESTARTS, HookedGradientComputer
-from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
+from hf_trak.gradient_computers.hooked.computer import Captured, HookedGradientComputer
+from hf_trak.gradient_computers.hooked.hooked_pass import Emit, HookedPass
 from hf_trak.gradient_computers.hooked.rules.tensor_parallel import GatheringSlices
-from hf_trak.gradient_computers.hooked.traces import RestartError, SampleTrace
+from hf_trak.gradient_computers.hooked.traces import RestartError
 from hf_trak.gradient_computers.hooked.workspace import OuterBlock, TakesOuter
 from hf_trak.gradient_computers.padding import CollatedAlone
 from hf_trak.gradient_computers.sharded_check import check_together
@@ -37,7 +37,7 @@ from hf_trak.gradient_computers.tensor_parallel import (
     uncovered,
 )
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, Side
-from hf_trak.modelout_functions.deferred_logits import NotDeferrableError, output_embedding
+from hf_trak.modelout_functions.deferred_logits import output_embedding
 from hf_trak.runtime.lockstep import STEP, Lockstep, lost_contact
 from hf_trak.runtime.sharding import averaged_over, fsdp_modules, is_sharded_tensor, reshard, tensor_parallel_ranks
 from hf_trak.runtime.zero import GatheredUnit, gathering, is_zero, units_of
@@ -103,6 +103,8 @@ class ShardedGradientComputer(HookedGradientComputer):
     """
 
     postpones = True
+    foretells = False
+    way_out = "No other engine works on a sharded model: attribute it unsharded."
     engine = "hooked"
     half_precision: bool | None = None
     gathers = False
@@ -113,21 +115,19 @@ class ShardedGradientComputer(HookedGradientComputer):
         model: nn.Module,
         task: AbstractModelOutput,
         lockstep: Lockstep,
-        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         grad_wrt: Any = None,
         self_check: bool = True,
-        max_block_bytes: int | None = None,
     ) -> None:
         """
         Args:
             model: the sharded model.
             task: the model output function, one with a batched form.
             lockstep: keeps the processes at the same pass.
-            dtype, device, grad_wrt, max_block_bytes: see [`HookedGradientComputer`].
+            device, grad_wrt: see [`HookedGradientComputer`].
             self_check: whether to compare two samples of the first batch with plain autograd.
         """
-        super().__init__(model, task, None, dtype, device, grad_wrt, max_block_bytes)
+        super().__init__(model, task, None, None, device, grad_wrt)
         self.lockstep = lockstep
         self.division = lockstep.division
         self.self_check = self_check
@@ -237,7 +237,7 @@ class ShardedGradientComputer(HookedGradientComputer):
                 OuterBlock(block.left[:1], block.right[:1]) if isinstance(block, OuterBlock) else block[:1],
             )
 
-        twice = split.rebuild({key: torch.cat([value, value]) for key, value in split.mapped.items()})
+        twice = split.picked([0, 0])
         with self._holding():
             found = super()._run(twice, first, side, takes_outer)
         return BatchOutputs(found.output[:1], found.out_to_loss[:1])
@@ -267,39 +267,9 @@ class ShardedGradientComputer(HookedGradientComputer):
             return 0, self.division.total(whole)
         return start, self.division.total(block) if name in self._partial else block
 
-    def _forward(
-        self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
-    ) -> tuple[HookedPass, Tensor, Tensor]:
-        """Run forward passes, as many as the process takes that needs most of them."""
-        signature = self._signature(split, side)
-        fresh = False
-        for _ in range(MAX_RESTARTS):
-            sample_trace, found = self._sample_traces.get(signature), None
-            try:
-                if sample_trace is None:
-                    fresh, sample_trace = True, SampleTrace()
-                    self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
-                    self._keep(signature, sample_trace)
-                else:
-                    found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
-            except RestartError:
-                self._sample_traces.pop(signature, None)
-            except NotDeferrableError as error:
-                self._compute_logits(error)
-                self._sample_traces.clear()
-            except UnsupportedError as error:
-                self._sample_traces.pop(signature, None)
-                if fresh:
-                    self._fall_back(error, selected)
-            words = self.lockstep.exchange(_AGAIN if found is None else _CAPTURED)
-            if found is not None and all(word == _CAPTURED for word in words):
-                return found
-            del found
-            self._partition()
-        raise GradientEngineError(
-            f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
-            "changes from pass to pass. No other engine works on a sharded model: attribute it unsharded."
-        )
+    def _if_all_captured(self, found: Captured | None) -> Captured | None:
+        words = self.lockstep.exchange(_AGAIN if found is None else _CAPTURED)
+        return found if all(word == _CAPTURED for word in words) else None
 
     def _partition(self) -> None:
         """Free what has been gathered, and what a pass before has kept of it."""

@@ -219,10 +219,11 @@ class GradientSketch:
         Args:
             layout: the attributed parameters.
         """
-        self._slots = layout.slots
+        self._layout = layout
         self._map = SparseMap(layout.total, WIDTH, 0, 1)
+        self._places = {name: WIDTH * index for index, name in enumerate(layout.names)}
         self.layout = ParameterLayout(
-            tuple(ParameterSlot(slot.name, (WIDTH,), WIDTH * index) for index, slot in enumerate(layout.slots))
+            tuple(ParameterSlot(name, (WIDTH,), place) for name, place in self._places.items())
         )
 
     def empty(self, rows: int) -> Tensor:
@@ -237,12 +238,11 @@ class GradientSketch:
             start: position of the first column in the gradient vector.
             block: `(rows, n)`; its columns may belong to several parameters.
         """
-        for slot, place in zip(self._slots, self.layout.slots, strict=True):
-            first, last = max(start, slot.offset), min(start + block.shape[1], slot.offset + slot.numel)
-            if first < last:
-                found = torch.zeros(block.shape[0], WIDTH, device=block.device)
-                self._map.accumulate(found, block[:, first - start : last - start].detach(), first, 0)
-                sums[:, place.offset : place.offset + WIDTH] += found.to(sums.device)
+        for slot, first, last in self._layout.overlaps(start, start + block.shape[1]):
+            found = torch.zeros(block.shape[0], WIDTH, device=block.device)
+            self._map.accumulate(found, block[:, first - start : last - start].detach(), first, 0)
+            place = self._places[slot.name]
+            sums[:, place : place + WIDTH] += found.to(sums.device)
 
 
 def each_gradient(f: Tensor, parameters: Mapping[str, Tensor], receive: Callable[[str, Tensor], None]) -> None:

@@ -11,15 +11,7 @@ import argparse
 import torch
 
 from hf_trak.kernels import cache
-from hf_trak.kernels.compiler import (
-    Resources,
-    architecture,
-    compile_kernel,
-    name_of,
-    nvrtc_version,
-    packed,
-    resources,
-)
+from hf_trak.kernels.compiler import Resources, architecture, compile_kernel, name_of, nvrtc_version, packed, resources
 from hf_trak.kernels.sources import ARCHITECTURES, VOLTA, Kernel, all_kernels
 
 

@@ -165,16 +165,6 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def _index(device: torch.device) -> int:
-    if device.type != "cuda":
-        raise KernelError(
-            f"CUDA kernels were asked to run on '{device}'. Expected a CUDA device. Move the gradients to one; torch "
-            f"sees {torch.cuda.device_count()} of them."
-        )
-    if not torch.cuda.is_available():
-        raise KernelError(
-            f"Kernels were asked to run on '{device}', but torch sees no GPU. Check the driver with `nvidia-smi` and "
-            "that torch is a CUDA build, or keep the gradients on the CPU."
-        )
     return torch.cuda.current_device() if device.index is None else device.index
 
 

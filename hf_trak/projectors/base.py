@@ -233,13 +233,7 @@ class BlockProjector(AbstractProjector):
             ValueError: the gradients do not have P columns, or are not on `device`; `model_id` is out of range.
             NonFiniteError: a gradient holds NaN or infinity, or its projection overflows; names the row.
         """
-        blocks = blocks_of(grads)
-        total = sum(block.shape[1] for block in blocks)
-        if total != self.grad_dim:
-            raise ValueError(
-                f"The gradients have {total} columns, but this {type(self).__name__} was made for "
-                f"grad_dim={self.grad_dim}. Pass the gradients of exactly the parameters that were counted."
-            )
+        blocks = blocks_for(self, grads)
         for block in blocks:
             if not same_device(block.device, self.device):
                 raise ValueError(
@@ -383,4 +377,20 @@ def blocks_of(grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
     sizes = {name: grad.shape[0] for name, grad in grads.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"The gradients have different batch sizes: {sizes}. Expected the same for every parameter.")
+    return blocks
+
+
+def blocks_for(projector: AbstractProjector, grads: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
+    """Turn gradients into [`blocks_of`] them, and check that they have as many columns as a projector was made for.
+
+    Raises:
+        ValueError: they have not, or as for [`blocks_of`].
+    """
+    blocks = blocks_of(grads)
+    total = sum(block.shape[1] for block in blocks)
+    if projector.grad_dim and total != projector.grad_dim:
+        raise ValueError(
+            f"The gradients have {total} columns, but this {type(projector).__name__} was made for "
+            f"grad_dim={projector.grad_dim}. Pass the gradients of exactly the parameters that were counted."
+        )
     return blocks

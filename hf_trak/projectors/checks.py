@@ -114,7 +114,7 @@ def same_device(actual: torch.device, wanted: str | torch.device) -> bool:
     return actual.type == wanted.type and (wanted.index is None or actual.index in (None, wanted.index))
 
 
-def require_finite(features: Tensor, rows: str = "row") -> None:
+def require_finite(features: Tensor) -> None:
     """Check projected gradients: one cheap look at `(B, k)` instead of a second pass over `(B, P)`.
 
     Every coordinate of a gradient enters at least one feature with a nonzero weight, and NaN or infinity stays what it
@@ -123,8 +123,6 @@ def require_finite(features: Tensor, rows: str = "row") -> None:
     Args:
         features (`torch.Tensor` of shape `(B, k)`):
             Projected gradients.
-        rows (`str`, *optional*, defaults to `"row"`):
-            What a row is called in the error message.
 
     Raises:
         NonFiniteError: a feature is NaN or infinite; names the first such row.
@@ -132,7 +130,6 @@ def require_finite(features: Tensor, rows: str = "row") -> None:
     check_finite_rows(
         features,
         "projected gradient",
-        unit=rows,
         remedy="The gradient itself is not finite, or too large for float32: look at the loss of this example, or "
         "take gradients in float32 instead of float16.",
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType, blocks_of
+from hf_trak.projectors.base import AbstractProjector, BlockProjector, ProjectionType, blocks_for, blocks_of
 from hf_trak.projectors.checks import (
     check_cuda,
     check_grad_dim,
@@ -403,10 +403,8 @@ class FastJlProjector(AbstractProjector):
             TypeError: `model_id` is not an integer.
             ValueError: the gradients do not have P columns, or `model_id` is out of range.
         """
-        blocks = blocks_of(grads)
+        blocks = blocks_for(self, grads)
         whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-        if whole.shape[1] != self.grad_dim:
-            raise ValueError(f"The gradients have {whole.shape[1]} columns. Expected grad_dim={self.grad_dim}.")
         fitting = next((size for size in _BATCH_SIZES if whole.shape[0] <= size), _BATCH_SIZES[-1])
         name = f"project_{ProjectionType(self.proj_type)}_{min(fitting, self.max_batch_size)}"
         multiprocessors = torch.cuda.get_device_properties(whole.device).multi_processor_count

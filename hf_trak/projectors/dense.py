@@ -15,7 +15,7 @@ from hf_trak.kernels.arguments import float32_terms, kernels_wanted
 from hf_trak.kernels.outer import worthwhile
 from hf_trak.kernels.torch_dense import DenseMap, NormalMap, RademacherMap
 from hf_trak.kernels.torch_sparse import SparseMap
-from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, blocks_of
+from hf_trak.projectors.base import BlockProjector, ProjectionSink, ProjectionType, blocks_for
 from hf_trak.projectors.checks import check_block, check_model_id, check_proj_type, check_seed
 from hf_trak.runtime.checks import checked_int
 
@@ -185,13 +185,7 @@ class NoOpProjector(BlockProjector):
             ValueError: the gradients do not have P columns.
         """
         check_model_id(model_id)
-        blocks = blocks_of(grads)
-        total = sum(block.shape[1] for block in blocks)
-        if self.grad_dim and total != self.grad_dim:
-            raise ValueError(
-                f"The gradients have {total} columns, but this NoOpProjector was made for grad_dim={self.grad_dim}. "
-                "Pass the gradients of exactly the parameters that were counted."
-            )
+        blocks = blocks_for(self, grads)
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 

@@ -340,8 +340,3 @@ def test_functions_with_neither_form_are_refused(function: Any) -> None:
 def test_a_wrong_forward_mode_that_was_asked_for_is_refused() -> None:
     with pytest.raises(GradientEngineError, match="the derivative along a direction is wrong"):
         scaled(Wrong, form="forward")
-
-
-def test_unknown_form() -> None:
-    with pytest.raises(ValueError, match=r"`form` is 'backward'. Expected one of \['auto', 'forward', 'twice'\]"):
-        scaled(Doubled, form="backward")

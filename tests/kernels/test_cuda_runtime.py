@@ -246,15 +246,6 @@ def test_errors_of_the_driver_name_the_step_and_the_way_out(fake_gpu, failing, w
         runtime.CudaRuntime().launch(a_launch(), CUDA)
 
 
-def test_no_gpu_and_wrong_device_are_errors(monkeypatch):
-    monkeypatch.setattr(runtime, "_driver", FakeDriver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(KernelError, match=r"sees no GPU.*keep the gradients on the CPU"):
-        runtime.CudaRuntime().launch(a_launch(), CUDA)
-    with pytest.raises(KernelError, match=r"on 'cpu'\. Expected a CUDA device"):
-        runtime.CudaRuntime().launch(a_launch(), torch.device("cpu"))
-
-
 def test_missing_nvrtc_and_driver_bindings_are_errors(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named '{name}'")

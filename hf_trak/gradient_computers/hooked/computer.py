@@ -24,7 +24,7 @@ from hf_trak.gradient_computers.base import (
     one_per_sample,
     run_model,
 )
-from hf_trak.gradient_computers.environment import differentiating, pass_settings
+from hf_trak.gradient_computers.environment import differentiating
 from hf_trak.gradient_computers.hooked.batch_axis import UnsupportedError
 from hf_trak.gradient_computers.hooked.hooked_pass import BlockOutput, Emit, HookedPass
 from hf_trak.gradient_computers.hooked.hooks import LayerHooks, emit_slice
@@ -36,7 +36,7 @@ from hf_trak.gradient_computers.hooked.traces import (
     SampleTrace,
 )
 from hf_trak.gradient_computers.hooked.tracker import ParameterTracker
-from hf_trak.gradient_computers.hooked.width_traces import Steps, WidthTraces
+from hf_trak.gradient_computers.hooked.width_traces import Steps, WidthFamily, family_of
 from hf_trak.gradient_computers.hooked.workspace import (
     OuterBlock,
     OuterSink,
@@ -50,7 +50,10 @@ from hf_trak.modelout_functions.deferred_logits import NotDeferrableError, Recei
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS = 200
+Captured = tuple[HookedPass, Tensor, Tensor]
+"""A captured forward pass of a batch, f `(B,)` with its graph, and q `(B,)`."""
+
+MAX_PASSES = 400
 MAX_SAMPLE_TRACES = 256
 
 WHOLE_GRADIENT_BYTES = 2**30
@@ -77,6 +80,12 @@ class HookedGradientComputer(AbstractGradientComputer):
 
     postpones = False
     """Whether a forward pass runs to its end before an error of the engine is raised, see [`HookedPass`]."""
+
+    foretells = True
+    """Whether traces of samples are computed where none was traced, see `width_traces`."""
+
+    way_out = "Use the functional or the iterative engine."
+    """What to do with a model that the engine does not understand."""
 
     defers = True
     """Whether logits of large vocabularies may be deferred, see `deferred_logits`."""
@@ -124,7 +133,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._workspace = Workspace() if max_block_bytes is None else Workspace(max_block_bytes)
         self._model_trace = ModelTrace()
         self._sample_traces: OrderedDict[Any, SampleTrace] = OrderedDict()
-        self._width_traces = WidthTraces()
+        self._families: dict[Any, WidthFamily] = {}
         self._head: torch.nn.Linear | None = None
         self._rows = 1
         self.load_model_params(model)
@@ -132,7 +141,7 @@ class HookedGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: torch.nn.Module) -> None:
         if model is not self.model:
             self._sample_traces.clear()
-            self._width_traces.clear()
+            self._families.clear()
             self._model_trace = ModelTrace()
             self.defers = type(self).defers
         self.model = model
@@ -169,11 +178,6 @@ class HookedGradientComputer(AbstractGradientComputer):
         self._run(batch, emit, "train")
         return {slot.name: whole[slot.name].view(size, *slot.shape) for slot in self.layout.slots}
 
-    def compute_loss_grad(self, batch: Batch) -> Tensor:
-        weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        with pass_settings(self.model), torch.no_grad():
-            return self.modelout_fn.get_out_to_loss_grad(self.model, weights, buffers, batch)
-
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         offsets = {slot.name: slot.offset for slot in self.layout.slots}
         dtypes = {name: self.dtype or p.dtype for name, p in self.model.named_parameters()}
@@ -199,7 +203,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         # sinks of whole factors need those of a head at once
         self._head = self._deferrable_head() if self.defers and takes_outer is not every_factor else None
         self._rows = split.size
-        if split.size == 1 and self._gradient_bytes() <= WHOLE_GRADIENT_BYTES:
+        if split.size == 1 and self.layout.gradient_bytes(dict(self.model.named_parameters())) <= WHOLE_GRADIENT_BYTES:
             return self._single(split, blocks, side)
         selected = self._selected()
         with differentiating(self.model, ()):
@@ -252,13 +256,8 @@ class HookedGradientComputer(AbstractGradientComputer):
         parameters = dict(self.model.named_parameters())
         return {id(parameters[name]): name for name in self.layout.names}
 
-    def _forward(
-        self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
-    ) -> tuple[HookedPass, Tensor, Tensor]:
+    def _forward(self, split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput) -> Captured:
         """Run the captured forward pass of a batch, after as many passes of one sample as it takes to understand it.
-
-        Returns:
-            The pass, f `(B,)` with its graph, and q `(B,)`.
 
         Raises:
             GradientEngineError: the model cannot be understood.
@@ -267,43 +266,51 @@ class HookedGradientComputer(AbstractGradientComputer):
         found = self._forward_as_foretold(signature, split, side, selected, blocks)
         if found is not None:
             return found
-        for _ in range(MAX_RESTARTS):
-            sample_trace = self._sample_traces.get(signature)
-            fresh = sample_trace is None
+        traced = False
+        for _ in range(MAX_PASSES):
+            known = self._sample_traces.get(signature)
+            sample_trace = known or SampleTrace()
             try:
                 # 1. Trace one sample, unless a batch of this kind has been here before.
-                if sample_trace is None:
-                    sample_trace = SampleTrace()
+                if known is None:
+                    traced = True
                     self._pass(split.rows(0, 1), 1, side, selected, sample_trace, None)
                     if split.size == 1:  # only a larger batch shows which dimension carries it
-                        self._pass(_doubled(split), 2, side, selected, sample_trace, blocks)
+                        self._pass(split.picked([0, 0]), 2, side, selected, sample_trace, blocks)
                     self._keep(signature, sample_trace)
                 # 2. Capture the batch.
-                found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
-                if sample_trace.orders.presumed:  # right for this batch, which another one may not confirm
-                    self._sample_traces.pop(signature, None)
                 else:
-                    self._learn(signature, split.size, sample_trace, found[0])
-                return found
+                    found = self._pass(split.rows(0, split.size), split.size, side, selected, sample_trace, blocks)
             # 3. What the pass has found out is in the model trace now: start again.
             except RestartError:
                 self._forget(signature)
             except NotDeferrableError as error:
                 self._compute_logits(error)
                 self._sample_traces.clear()
-                self._width_traces.clear()
+                self._families.clear()
             except UnsupportedError as error:
                 self._forget(signature)
-                if fresh:  # otherwise another sample may just take another way through the model: look again
+                if traced:  # otherwise another sample may just take another way through the model: look again
                     self._fall_back(error, selected)
+            found = self._if_all_captured(found)
+            if found is not None:
+                if sample_trace.orders.presumed:  # right for this batch, which another one may not confirm
+                    self._sample_traces.pop(signature, None)
+                else:
+                    self._learn(signature, split.size, sample_trace, found[0])
+                return found
         raise GradientEngineError(
             f"The hooked engine cannot make out how {type(self.model).__name__} handles the batch: what it sees "
-            "changes from pass to pass. Use the functional or the iterative engine."
+            f"changes from pass to pass. {self.way_out}"
         )
+
+    def _if_all_captured(self, found: Captured | None) -> Captured | None:
+        """Return a captured pass, unless the model is divided over processes and another one has captured none."""
+        return found
 
     def _forward_as_foretold(
         self, signature: tuple[Any, ...], split: SplitBatch, side: Side, selected: dict[int, str], blocks: BlockOutput
-    ) -> tuple[HookedPass, Tensor, Tensor] | None:
+    ) -> Captured | None:
         """Run the captured forward pass of a batch at whose width no sample was traced.
 
         Returns:
@@ -311,9 +318,9 @@ class HookedGradientComputer(AbstractGradientComputer):
             does not confirm it. Then all is as it was before.
         """
         sample_trace = self._sample_traces.get(signature)
-        if split.size == 1 or (sample_trace is not None and not sample_trace.foretold):
+        if not self.foretells or split.size == 1 or (sample_trace is not None and not sample_trace.foretold):
             return None
-        family, sizes = self._width_traces.family(signature)
+        family, sizes = family_of(self._families, signature)
         sample_trace = sample_trace or family.foretell(sizes)
         if sample_trace is None:
             return None
@@ -327,7 +334,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         except (RestartError, UnsupportedError, NotDeferrableError, GradientEngineError) as error:
             reason = str(error)
         logger.debug("A sample is traced at sizes %s: %s", sizes, reason)
-        family.fail()
+        family.failures += 1
         self._model_trace = known
         self._sample_traces.pop(signature, None)
         return None
@@ -337,16 +344,16 @@ class HookedGradientComputer(AbstractGradientComputer):
     ) -> None:
         """Note what a traced sample and its batch say about other widths."""
         # a batch of one does not show where the batch is; blocks that run again see other calls than in this pass
-        if sample_trace.learned or size == 1 or hooked_pass.checkpointed:
+        if not self.foretells or sample_trace.learned or size == 1 or hooked_pass.checkpointed:
             return
-        family, sizes = self._width_traces.family(signature)
+        family, sizes = family_of(self._families, signature)
         family.learn(sizes, sample_trace, _taken_steps(hooked_pass))
         sample_trace.learned = True
 
     def _forget(self, signature: tuple[Any, ...]) -> None:
         """Drop a trace that does not fit, and with it what was learned before more became known about the model."""
         self._sample_traces.pop(signature, None)
-        self._width_traces.clear()
+        self._families.clear()
 
     def _deferrable_head(self) -> torch.nn.Linear | None:
         return deferrable_head(self.model)
@@ -364,11 +371,6 @@ class HookedGradientComputer(AbstractGradientComputer):
         """Have logits computed from now on, because model or task needs them whole."""
         logger.info("The logits of %s are computed whole: %s.", type(self.model).__name__, reason)
         self.defers, self._head = False, None
-
-    def _gradient_bytes(self) -> int:
-        """Count the bytes of all gradients of one sample in the dtypes of the parameters."""
-        parameters = dict(self.model.named_parameters())
-        return sum(slot.numel * parameters[slot.name].element_size() for slot in self.layout.slots)
 
     def _keep(self, signature: tuple[Any, ...], sample_trace: SampleTrace) -> None:
         """Keep the trace of one sample for batches of the same kind, and forget the oldest if there are too many."""
@@ -504,11 +506,6 @@ def _taken_steps(hooked_pass: HookedPass) -> Steps:
     """Return the steps of a forward pass, and stop noting any."""
     steps, hooked_pass.steps = hooked_pass.steps, None
     return tuple(steps or ())
-
-
-def _doubled(split: SplitBatch) -> Batch:
-    """Put the sample of a batch of one beside itself."""
-    return split.picked([0, 0])
 
 
 def _around(error: UnsupportedError) -> str:

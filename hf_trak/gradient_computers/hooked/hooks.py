@@ -200,19 +200,12 @@ class _RuleHandler(_Handler):
         if unknown and not any(is_data(t) for t in tensors_in(args, kwargs)):
             # no input comes from the sample: the call is probably made once for the whole batch
             known.unbatched_calls.add(call)
-        if not hooked_pass.tracing and index >= len(hooked_pass.sample_trace.calls[self.name]):
-            index = self._repeated(index)
+        if not hooked_pass.tracing:
+            index = hooked_pass.sample_trace.place(self.name, index)
             call = (self.name, index)
         self.stack.append(index)
         if call not in known.unbatched_calls:
             hooked_pass.bypass_depth += 1  # the rule covers all that happens inside of the layer
-
-    def _repeated(self, index: int) -> int:
-        """Find the trace for a call that one sample alone did not make: a checkpointed layer is called again."""
-        traces = self.hooked_pass.sample_trace.calls[self.name]
-        if not traces:
-            raise ModuleUnsupportedError(self.name, "was not called for one sample alone")
-        return index % len(traces)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
@@ -325,7 +318,5 @@ class _ReplayHandler(_Handler):
             return None
         if any(id(t) in hooked_pass.tracked for t in inputs):
             raise ModuleUnsupportedError(self.name, "takes a value computed from parameters alone")
-        traces = hooked_pass.sample_trace.calls[self.name]
-        if not traces:
-            raise ModuleUnsupportedError(self.name, "was not called for one sample alone")
-        return self.replay.capture(args, kwargs, result, traces[index % len(traces)])
+        place = hooked_pass.sample_trace.place(self.name, index)
+        return self.replay.capture(args, kwargs, result, hooked_pass.sample_trace.calls[self.name][place])

@@ -130,6 +130,18 @@ class SampleTrace:
     learned: bool = False
     orders: RowOrders = field(default_factory=RowOrders)
 
+    def place(self, name: str, index: int) -> int:
+        """Return the position, among the traces of a module, of the call that has a number in its pass.
+
+        Raises:
+            ModuleUnsupportedError: one sample alone did not come to this module.
+        """
+        traces = self.calls.get(name, [])
+        if not traces:
+            raise ModuleUnsupportedError(name, "was not called for one sample alone")
+        # a checkpointed block runs again in the backward pass, and finds its own trace there
+        return index % len(traces)
+
     def op(self, key: OpKey, index: int) -> OpTrace:
         """Return the trace of one operation.
 
@@ -139,7 +151,6 @@ class SampleTrace:
         traces = self.ops.get(key, [])
         if not traces:
             raise ParameterUnsupportedError(key[0], f"{key[1]} was not called for one sample alone")
-        # a checkpointed block runs again in the backward pass, and finds its own trace there
         return traces[index % len(traces)]
 
 

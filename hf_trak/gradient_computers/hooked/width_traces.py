@@ -114,31 +114,18 @@ class WidthFamily:
             return None
         return _fitted([observation.trace for observation in self.observations], table)
 
-    def fail(self) -> None:
-        """Note that a computed trace was not confirmed."""
-        self.failures += 1
 
+def family_of(families: dict[Any, WidthFamily], signature: tuple[Any, ...]) -> tuple[WidthFamily, tuple[int, ...]]:
+    """Find the family of a kind of batches, and the sizes by which the kind differs from others of it.
 
-class WidthTraces:
-    """The families of a model's batches."""
-
-    def __init__(self) -> None:
-        self._families: dict[Any, WidthFamily] = {}
-
-    def family(self, signature: tuple[Any, ...]) -> tuple[WidthFamily, tuple[int, ...]]:
-        """Find the family of a kind of batches, and the sizes by which the kind differs from others of it.
-
-        Args:
-            signature: `(side, training, ((key, shape of a sample, dtype), …), constants)`.
-        """
-        side, training, tensors, constants = signature
-        ranks = tuple((key, len(shape), dtype) for key, shape, dtype in tensors)
-        family = self._families.setdefault((side, training, ranks, constants), WidthFamily())
-        return family, tuple(size for _, shape, _ in tensors for size in shape)
-
-    def clear(self) -> None:
-        """Forget all traces: what is known about the model has changed."""
-        self._families.clear()
+    Args:
+        families: the families of a model's batches; a new one is added.
+        signature: `(side, training, ((key, shape of a sample, dtype), …), constants)`.
+    """
+    side, training, tensors, constants = signature
+    ranks = tuple((key, len(shape), dtype) for key, shape, dtype in tensors)
+    family = families.setdefault((side, training, ranks, constants), WidthFamily())
+    return family, tuple(size for _, shape, _ in tensors for size in shape)
 
 
 def _tensors(trace: SampleTrace) -> list[TracedTensor]:

@@ -5,27 +5,7 @@ Start reading at `registry`, then `linear`. Rules import torch, the layer types 
 `outer` beside this package; they know nothing of passes, hooks or models.
 """
 
-from hf_trak.gradient_computers.hooked.rules import conv, embedding, linear, norm
-from hf_trak.gradient_computers.hooked.rules.registry import (
-    LayerCall,
-    Piece,
-    find_rule,
-    pieces_of,
-    register_layer_rule,
-    registered_types,
-    unregister_layer_rule,
-)
+from hf_trak.gradient_computers.hooked.rules import conv, embedding, linear, norm  # noqa: F401  # they register theirs
+from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, register_layer_rule, unregister_layer_rule
 
-__all__ = [
-    "LayerCall",
-    "Piece",
-    "conv",
-    "embedding",
-    "find_rule",
-    "linear",
-    "norm",
-    "pieces_of",
-    "register_layer_rule",
-    "registered_types",
-    "unregister_layer_rule",
-]
+__all__ = ["LayerCall", "register_layer_rule", "unregister_layer_rule"]

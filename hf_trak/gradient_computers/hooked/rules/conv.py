@@ -29,10 +29,6 @@ class ConvGeometry:
     dilation: Sizes
     groups: int
 
-    def of_groups(self, groups: int) -> "ConvGeometry":
-        """Return the same geometry with other groups of channels."""
-        return replace(self, groups=groups)
-
 
 def conv_pieces(
     x: Tensor,
@@ -161,7 +157,9 @@ def _as_groups(x: Tensor, grad: Tensor, row_shape: list[int], geometry: ConvGeom
     size, rows = grad.shape[:2]
     merged, merged_grad = x.reshape(1, -1, *x.shape[2:]), grad.reshape(1, size * rows, *grad.shape[2:])
     shape = [size * rows, *row_shape]
-    return _weight_gradient(merged, merged_grad, shape, geometry.of_groups(geometry.groups * size)).view(size, -1)
+    return _weight_gradient(merged, merged_grad, shape, replace(geometry, groups=geometry.groups * size)).view(
+        size, -1
+    )
 
 
 def bias_pieces(grad: Tensor) -> Iterator[Piece]:

@@ -21,11 +21,6 @@ def channel_scale_and_shift(normalized: Tensor, grad: Tensor) -> dict[str, Tenso
     return {"weight": product, "bias": grad}
 
 
-def only(wanted: frozenset[str], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keep the gradients of the attributed parameters."""
-    return {name: gradient for name, gradient in gradients.items() if name in wanted}
-
-
 @register_layer_rule(nn.LayerNorm)
 def layer_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ over the last dimensions."""
@@ -33,7 +28,7 @@ def layer_norm(call: LayerCall) -> dict[str, Tensor]:
     assert isinstance(module, nn.LayerNorm)
     shape = list(module.normalized_shape)
     normalized = F.layer_norm(call.x, shape, None, None, module.eps)
-    return only(call.wanted, scale_and_shift(normalized, call.grad, len(shape)))
+    return scale_and_shift(normalized, call.grad, len(shape))
 
 
 @register_layer_rule(nn.RMSNorm, parameters=("weight",))
@@ -43,7 +38,7 @@ def rms_norm(call: LayerCall) -> dict[str, Tensor]:
     assert isinstance(module, nn.RMSNorm)
     shape = list(module.normalized_shape)
     normalized = F.rms_norm(call.x, shape, None, module.eps)
-    return only(call.wanted, scale_and_shift(normalized, call.grad, len(shape)))
+    return scale_and_shift(normalized, call.grad, len(shape))
 
 
 @register_layer_rule(nn.GroupNorm, rows=True)
@@ -52,7 +47,7 @@ def group_norm(call: LayerCall) -> dict[str, Tensor]:
     module = call.module
     assert isinstance(module, nn.GroupNorm)
     normalized = F.group_norm(call.x, module.num_groups, None, None, module.eps)
-    return only(call.wanted, channel_scale_and_shift(normalized, call.grad))
+    return channel_scale_and_shift(normalized, call.grad)
 
 
 def _evaluating(module: nn.Module) -> bool:
@@ -66,7 +61,7 @@ def batch_norm(call: LayerCall) -> dict[str, Tensor]:
     assert isinstance(module, BatchNormBase)
     mean, variance = module.running_mean, module.running_var
     assert mean is not None and variance is not None
-    return only(call.wanted, running_scale_and_shift(call.x, call.grad, mean, variance, module.eps))
+    return running_scale_and_shift(call.x, call.grad, mean, variance, module.eps)
 
 
 def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Tensor, eps: float) -> dict[str, Tensor]:
@@ -86,4 +81,4 @@ def instance_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ over the positions of each channel."""
     module = call.module
     assert isinstance(module, InstanceNormBase)
-    return only(call.wanted, channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad))
+    return channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad)

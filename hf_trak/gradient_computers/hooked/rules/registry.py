@@ -120,11 +120,6 @@ def unregister_layer_rule(*types: type[nn.Module]) -> None:
         del _RULES[layer_type]
 
 
-def registered_types() -> list[type[nn.Module]]:
-    """Return the layer types that have a rule."""
-    return list(_RULES)
-
-
 def find_rule(module: nn.Module, wanted: frozenset[str]) -> RegisteredRule | None:
     """Find the rule for a layer.
 
