@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "BatchNormBase",
-    "InstanceNormBase",
     "accelerate_state_set_aside",
     "class_before_fsdp",
     "class_if_imported",
@@ -45,10 +44,9 @@ __all__ = [
 # torch 2.15. `torch.utils._pytree` (the three functions above) is what `torch.func` itself nests results with, and has
 # no public name. It can go when `torch.utils.pytree` becomes public.
 
-# torch 2.15. The private base classes of all batch norms, and of all instance norms, which other libraries derive from
-# as well. They can go when torch gives them a public name.
+# torch 2.15. The private base class of all batch norms, which other libraries derive from as well. It can go when
+# torch gives it a public name.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
-InstanceNormBase = nn.modules.instancenorm._InstanceNorm
 
 
 def class_if_imported(module: str, name: str) -> Any:

@@ -139,13 +139,9 @@ class Curvature:
 
     def items(self) -> list[tuple[KroneckerBlock | DiagonalBlock, Tensor]]:
         """List all blocks with their eigenvalues."""
-        return [
-            *(
-                (block, values.eigenvalues)
-                for block, values in zip(self.blocks.kronecker, self.kronecker, strict=True)
-            ),
-            *zip(self.blocks.diagonal, self.diagonal, strict=True),
-        ]
+        eigenvalues = [values.eigenvalues for values in self.kronecker]
+        kronecker = zip(self.blocks.kronecker, eigenvalues, strict=True)
+        return [*kronecker, *zip(self.blocks.diagonal, self.diagonal, strict=True)]
 
     def precondition(self, gradients: Tensor, damping: float) -> Tensor:
         """Multiply gradients by the inverse of the damped curvature.

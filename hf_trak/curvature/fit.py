@@ -169,7 +169,7 @@ class CurvatureFit:
                 observer.finish()
             if not main:
                 return {}
-            blocks = self._divide(seen)
+            blocks = divide(self._layout, seen, self.plan)
             self.files.write_blocks(blocks)
         return blocks.to_json()
 
@@ -179,19 +179,9 @@ class CurvatureFit:
         for part in range(len(self.plan.parts)):
             for path in self.files.sums_paths("squares", blocks, part):
                 seen.merge(self.files.read_extra(path)["observed"])
-        found = self._divide(seen)
+        found = divide(self._layout, seen, self.plan)
         self.files.write_blocks(found)
         return found.to_json()
-
-    def _divide(self, seen: Observation) -> CurvatureBlocks:
-        return divide(
-            self._layout,
-            seen,
-            self.plan.embeddings,
-            self.plan.largest_side,
-            diagonal=self.plan.kind == "diagonal",
-            transposed=self.plan.transposed,
-        )
 
     def _basis_parts(self, blocks: CurvatureBlocks) -> list[Rows]:
         """Return all parts of the first pass. The first must be there: they tell how many positions rows have. A

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock, Part
+from hf_trak.curvature.curvature import FitPlan
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 
 SMALLEST_SIDE = 4
@@ -150,14 +151,7 @@ class BatchObserver:
         self._observation.refuted.add(start)
 
 
-def divide(
-    layout: ParameterLayout,
-    seen: Observation,
-    embeddings: frozenset[str],
-    largest: int,
-    diagonal: bool = False,
-    transposed: frozenset[str] = frozenset(),
-) -> CurvatureBlocks:
+def divide(layout: ParameterLayout, seen: Observation, plan: FitPlan) -> CurvatureBlocks:
     """Divide the gradient vector into blocks.
 
     * A weight whose gradient comes as factors alone is a [`KroneckerBlock`], per group of channels.
@@ -169,10 +163,8 @@ def divide(
     Args:
         layout: the attributed parameters.
         seen: what the sample showed.
-        embeddings: names of embedding tables.
-        largest: largest side of a block. Longer sides are cut.
-        diagonal: whether parameters that come as dense blocks are diagonal whatever their shape.
-        transposed: names of square weights whose rows are inputs (`Conv1D`).
+        plan: names the embedding tables, and the square weights whose rows are inputs (`Conv1D`). Sides longer than
+            its largest are cut. For the diagonal kind, dense parameters are diagonal whatever their shape.
 
     Returns:
         The blocks, which contain every parameter once.
@@ -189,9 +181,10 @@ def divide(
         if starts and slot.name not in seen.dense and covered == slot.numel:
             for start in starts:
                 bias = None if start in seen.refuted else seen.biases.get(start)
-                kronecker += _factored(slot.name, start, seen, bias, largest)
-        elif slot.name not in embeddings and not starts and not diagonal and _is_matrix(slot):
-            kronecker += _stacked(slot, largest, _dense_bias(layout, slot, seen, slot.name in transposed))
+                kronecker += _factored(slot.name, start, seen, bias, plan.largest_side)
+        elif slot.name not in plan.embeddings and not starts and plan.kind != "diagonal" and _is_matrix(slot):
+            bias = _dense_bias(layout, slot, seen, slot.name in plan.transposed)
+            kronecker += _stacked(slot, plan.largest_side, bias)
         else:
             lone.append(DiagonalBlock(slot.name, slot.offset, slot.numel))
             if slot.name in seen.overlapping or len(starts) > 1:

@@ -101,9 +101,9 @@ class AbstractGradientComputer(ABC):
         self.dtype = dtype
         self.device = device
 
-    @abstractmethod
     def load_model_params(self, model: torch.nn.Module) -> None:
         """Take over the weights and buffers of `model` (after a checkpoint has been loaded into it)."""
+        self.model = model
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor] | Tensor:

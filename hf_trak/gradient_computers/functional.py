@@ -1,8 +1,6 @@
 """The functional engine: `torch.func.vmap` of the gradient of one sample, the default engine of the `trak` API."""
 
-import contextlib
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from hf_trak.gradient_computers.base import (
     saved_activation_bytes,
 )
 from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
-from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.runtime.checks import free_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,44 +35,18 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             Number of samples that are vectorized together. `None` chooses by free memory.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None = None,
-        dtype: torch.dtype | None = torch.float16,
-        device: torch.device | str | None = "cuda",
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        """
-        Args:
-            model (`torch.nn.Module`):
-                The model whose parameters are differentiated.
-            task ([`AbstractModelOutput`]):
-                The model output function.
-            grad_dim (`int`, *optional*):
-                P, the number of attributed parameters. `None` counts them.
-            dtype (`torch.dtype`, *optional*, defaults to `torch.float16`):
-                Dtype in which gradients are returned. `None` keeps that of the parameters.
-            device (`torch.device` or `str`, *optional*, defaults to `"cuda"`):
-                Device of the returned gradients, not touched before the first batch. `None` keeps that of the
-                parameters.
-            grad_wrt (`Iterable[str]`, *optional*):
-                Names of the parameters to attribute, see [`ParameterLayout.from_model`]. `None` takes those with
-                `requires_grad`.
+    chunk_size: int | None = None
+    _measured: tuple[int, int] | None = None
 
-        Raises:
-            ValueError: `grad_dim` is not the number of attributed parameters, or `grad_wrt` does not fit the model.
-        """
-        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
-        self.chunk_size: int | None = None
-        self._measured: tuple[int, int] | None = None
-        self.load_model_params(model)
+    @property
+    def func_weights(self) -> dict[str, Tensor]:
+        """Return the parameters of the model by name, as the functional form of a task takes them."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def load_model_params(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.func_weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self.func_buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    @property
+    def func_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the model by name."""
+        return {name: buffer.detach() for name, buffer in self.model.named_buffers()}
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
         """Compute the gradients of f for every sample of a batch.
@@ -117,24 +89,26 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 f"The task {type(task).__name__} takes rows alone, or lists of them, which cannot be vectorized. Use "
                 "the iterative engine."
             )
-        attributed = {name: self.func_weights[name] for name in self.layout.names}
-        fixed = {name: weight for name, weight in self.func_weights.items() if name not in attributed}
+        fixed, buffers = self.func_weights, self.func_buffers
+        attributed = {name: fixed.pop(name) for name in self.layout.names}
 
         def value(weights: dict[str, Tensor], mapped: dict[Any, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
             everything = {**fixed, **weights}
             if not isinstance(task, BatchedModelOutput):
                 sample = split.rebuild(mapped)
-                f = task.get_output(self.model, everything, self.func_buffers, *sample)
+                f = task.get_output(self.model, everything, buffers, *sample)
                 return f, (f.detach(),)
             single = split.rebuild({key: tensor.unsqueeze(0) for key, tensor in mapped.items()})
-            result = run_model(task, self.model, single, everything, self.func_buffers)
+            result = run_model(task, self.model, single, everything, buffers)
             f = one_per_sample(task.output(result, single, side), 1, task).squeeze(0)
             return f, (f.detach(), task.out_to_loss_grad(result, single, side).detach().squeeze(0))
 
         labels = split.mapped.get("labels") if split.is_mapping else None
         gradient_of_one = torch.func.grad(value, has_aux=True)
         with pass_settings(self.model), problem_type_fixed(self.model, labels):
-            chunk = self.chunk_size or self._chunk_by_memory(split, lambda: value(attributed, _first(split)))
+            chunk = self.chunk_size or self._chunk_by_memory(
+                split, attributed, lambda: value(attributed, _first(split))
+            )
             with mask_code_traceable():
                 while True:
                     vectorized = torch.func.vmap(
@@ -155,17 +129,20 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                         ) from error
         return gradients, aux[0], aux[1] if len(aux) > 1 else None
 
-    def _chunk_by_memory(self, split: SplitBatch, forward: Any) -> int:
+    def _chunk_by_memory(self, split: SplitBatch, weights: dict[str, Tensor], forward: Any) -> int:
         """Count the samples that fit into [`MEMORY_SHARE`] of the free memory, at least one.
 
         A sample costs the activations that its forward pass saves, about as much again for the backward pass, and its
         gradient twice (once when it is taken, once in the result, which is subtracted for the whole batch beforehand).
         """
         if self._measured is None or self._measured[0] < split.sample_elements:
-            with _differentiable(self.func_weights, self.layout.names):
-                self._measured = (split.sample_elements, saved_activation_bytes(forward))
-        gradient = self.layout.gradient_bytes(self.func_weights)
-        available = free_bytes(next(iter(self.func_weights.values())).device) * MEMORY_SHARE - split.size * gradient
+            for weight in weights.values():
+                weight.requires_grad_()  # what autograd saves for detached weights is counted, too
+            self._measured = (split.sample_elements, saved_activation_bytes(forward))
+            for weight in weights.values():
+                weight.requires_grad_(False)
+        gradient = self.layout.gradient_bytes(weights)
+        available = free_bytes(next(iter(weights.values())).device) * MEMORY_SHARE - split.size * gradient
         chunk = int(available // max(2 * self._measured[1] + gradient, 1))
         return max(1, min(split.size, chunk))
 
@@ -173,16 +150,3 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 def _first(split: SplitBatch) -> dict[Any, Tensor]:
     """Return the tensors of the first sample, without batch dimension."""
     return {key: tensor[0] for key, tensor in split.mapped.items()}
-
-
-@contextlib.contextmanager
-def _differentiable(weights: dict[str, Tensor], names: Iterable[str]) -> Any:
-    """Let autograd record operations on detached weights, so that what it saves can be counted."""
-    tensors = [weights[name] for name in names]
-    try:
-        for tensor in tensors:
-            tensor.requires_grad_(True)
-        yield
-    finally:
-        for tensor in tensors:
-            tensor.requires_grad_(False)

@@ -101,11 +101,8 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
         _check(nvrtc.nvrtcAddNameExpression(program, expression)[0], "nvrtcAddNameExpression")
         options = [f"--gpu-architecture=sm_{arch}".encode(), *(option.encode() for option in OPTIONS)]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = (
-            _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            .rstrip(b"\0")
-            .decode(errors="replace")
-        )
+        said = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = said.rstrip(b"\0").decode(errors="replace")
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelError(
                 f"NVRTC {'.'.join(map(str, nvrtc_version()))} does not compile `{kernel.expression}` for sm_{arch} "

@@ -39,8 +39,12 @@ _MEETING_WAIT = timedelta(minutes=5)
 class Processes:
     """The processes started by `accelerate launch` or `torchrun`, or this one alone.
 
-    Every method except [`~Processes.share`] must be called by all processes, in the same order. The properties need
-    not be.
+    Every method except [`~Processes.share`] must be called by all processes, in the same order.
+
+    Attributes:
+        device: the device of this process.
+        process_index: the number of this process.
+        num_processes: the number of processes.
     """
 
     def __init__(self, use_cpu: bool = False) -> None:
@@ -48,24 +52,12 @@ class Processes:
         Args:
             use_cpu: whether to stay on the CPU even if the machine has an accelerator.
         """
-        self._state = PartialState(cpu=use_cpu)
+        state = PartialState(cpu=use_cpu)
+        self.device: torch.device = state.device
+        self.process_index: int = state.process_index
+        self.num_processes: int = state.num_processes
         self._group: Any = None
         self._given_up: Exception | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this process."""
-        return self._state.device
-
-    @property
-    def process_index(self) -> int:
-        """Return the rank of this process among all processes of all nodes."""
-        return self._state.process_index
-
-    @property
-    def num_processes(self) -> int:
-        """Return the number of processes over all nodes."""
-        return self._state.num_processes
 
     @property
     def is_main_process(self) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 from datasets import disable_progress_bars, enable_progress_bars
 from datasets.utils import are_progress_bars_disabled
@@ -56,9 +56,7 @@ class RowProgress:
     def __enter__(self) -> "RowProgress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bar.close()
 
     def update(self, rows: int) -> None:

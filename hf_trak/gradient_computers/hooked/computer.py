@@ -161,12 +161,7 @@ class HookedGradientComputer(AbstractGradientComputer):
         size = SplitBatch.of(batch).size
         parameters = dict(self.model.named_parameters())
         whole = {
-            slot.name: torch.zeros(
-                size,
-                slot.numel,
-                dtype=self.dtype or parameters[slot.name].dtype,
-                device=self.device or parameters[slot.name].device,
-            )
+            slot.name: parameters[slot.name].detach().new_zeros(size, slot.numel, dtype=self.dtype, device=self.device)
             for slot in self.layout.slots
         }
 
@@ -380,14 +375,9 @@ class HookedGradientComputer(AbstractGradientComputer):
 
     def _signature(self, split: SplitBatch, side: Side) -> tuple[Any, ...]:
         """Name the kind of a batch: batches of one kind share the trace of one sample."""
-        return (
-            side,
-            self.model.training,
-            tuple((key, tuple(t.shape[1:]), t.dtype) for key, t in split.mapped.items()),
-            tuple(
-                (key, value) for key, value in split.constant.items() if isinstance(value, bool | int | float | str)
-            ),
-        )
+        tensors = tuple((key, tuple(t.shape[1:]), t.dtype) for key, t in split.mapped.items())
+        constants = tuple(item for item in split.constant.items() if isinstance(item[1], bool | int | float | str))
+        return side, self.model.training, tensors, constants
 
     def _pass(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,27 +134,17 @@ class LayerHooks:
 
         return run
 
-    def _handler_for(self, name: str, module: nn.Module) -> "_Handler | None":
+    def _handler_for(self, name: str, module: nn.Module) -> "_DataMarker | _RuleHandler | _ReplayHandler | None":
         own = {n: self.selected[id(p)] for n, p in own_parameters(module).items() if id(p) in self.selected}
         rule = (find_rule(module, frozenset(own)) or tensor_parallel_rule(module)) if own else None
         if name in self.hooked_pass.model_trace.replayed:
             return _ReplayHandler(self, name, module)
         if rule is not None:
-            return _RuleHandler(self, name, module, rule, own)
+            return _RuleHandler(self.hooked_pass, name, module, rule, own)
         return _DataMarker() if self.hooked_pass.tracing else None
 
 
-class _Handler:
-    """The hooks before and after a call of one module."""
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        raise NotImplementedError
-
-
-class _DataMarker(_Handler):
+class _DataMarker:
     """Carries the mark "computed from the sample" through modules whose inner operations the tracker cannot see."""
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -167,27 +157,25 @@ class _DataMarker(_Handler):
             mark_data(result)
 
 
-class _RuleHandler(_Handler):
-    """A layer with a rule."""
+@dataclass(eq=False)
+class _RuleHandler:
+    """A layer with a rule.
 
-    def __init__(
-        self, hooks: LayerHooks, name: str, module: nn.Module, rule: RegisteredRule, own: dict[str, str]
-    ) -> None:
-        """
-        Args:
-            hooks: the hooks of the pass.
-            name: name of the layer in the model.
-            module: the layer.
-            rule: its rule.
-            own: names, in the model, of the attributed parameters of the layer, by their names in it.
-        """
-        self.hooked_pass = hooks.hooked_pass
-        self.name = name
-        self.module = module
-        self.rule = rule
-        self.own = own
-        # one entry per call that has begun and not ended; `None` for a call that is not looked at
-        self.stack: list[int | None] = []
+    Attributes:
+        hooked_pass: the pass.
+        name: name of the layer in the model.
+        module: the layer.
+        rule: its rule.
+        own: names, in the model, of the attributed parameters of the layer, by their names in it.
+        stack: one entry per call that has begun and not ended; `None` for a call that is not looked at.
+    """
+
+    hooked_pass: HookedPass
+    name: str
+    module: nn.Module
+    rule: RegisteredRule
+    own: dict[str, str]
+    stack: list[int | None] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
@@ -277,7 +265,7 @@ class _RuleHandler(_Handler):
             blocks.emit(self.own[name], start, block)
 
 
-class _ReplayHandler(_Handler):
+class _ReplayHandler:
     """A module that is evaluated again, sample by sample, in the backward pass."""
 
     def __init__(self, hooks: LayerHooks, name: str, module: nn.Module) -> None:

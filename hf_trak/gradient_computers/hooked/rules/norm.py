@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from hf_trak._compat import BatchNormBase, InstanceNormBase
 from hf_trak.gradient_computers.hooked.rules.registry import LayerCall, over_tokens, register_layer_rule
 
 
@@ -25,7 +24,6 @@ def channel_scale_and_shift(normalized: Tensor, grad: Tensor) -> dict[str, Tenso
 def layer_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ over the last dimensions."""
     module = call.module
-    assert isinstance(module, nn.LayerNorm)
     shape = list(module.normalized_shape)
     normalized = F.layer_norm(call.x, shape, None, None, module.eps)
     return scale_and_shift(normalized, call.grad, len(shape))
@@ -35,7 +33,6 @@ def layer_norm(call: LayerCall) -> dict[str, Tensor]:
 def rms_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ = x / rms(x) over the last dimensions."""
     module = call.module
-    assert isinstance(module, nn.RMSNorm)
     shape = list(module.normalized_shape)
     normalized = F.rms_norm(call.x, shape, None, module.eps)
     return scale_and_shift(normalized, call.grad, len(shape))
@@ -45,7 +42,6 @@ def rms_norm(call: LayerCall) -> dict[str, Tensor]:
 def group_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ over groups of channels."""
     module = call.module
-    assert isinstance(module, nn.GroupNorm)
     normalized = F.group_norm(call.x, module.num_groups, None, None, module.eps)
     return channel_scale_and_shift(normalized, call.grad)
 
@@ -58,9 +54,7 @@ def _evaluating(module: nn.Module) -> bool:
 def batch_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ from the running statistics, so that samples do not mix."""
     module = call.module
-    assert isinstance(module, BatchNormBase)
     mean, variance = module.running_mean, module.running_var
-    assert mean is not None and variance is not None
     return running_scale_and_shift(call.x, call.grad, mean, variance, module.eps)
 
 
@@ -80,5 +74,4 @@ def running_scale_and_shift(x: Tensor, grad: Tensor, mean: Tensor, variance: Ten
 def instance_norm(call: LayerCall) -> dict[str, Tensor]:
     """Compute the gradients of scale and shift with x̂ over the positions of each channel."""
     module = call.module
-    assert isinstance(module, InstanceNormBase)
     return channel_scale_and_shift(F.instance_norm(call.x, eps=module.eps), call.grad)

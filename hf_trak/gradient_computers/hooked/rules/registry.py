@@ -13,6 +13,7 @@ The self-check of the engine compares it with plain autograd on the first batch.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -30,7 +31,7 @@ class LayerCall:
     """One call of a layer in the batched forward pass.
 
     Attributes:
-        module (`torch.nn.Module`): the layer.
+        module (`torch.nn.Module`): the layer, of a type that the rule is registered for.
         x (`torch.Tensor`): its first input, `(B, *)`, detached.
         grad (`torch.Tensor`): gradient of Σ_i f_i with respect to its output, `(B, *)`.
         wanted (`frozenset[str]`): names of the layer's own parameters that are attributed.
@@ -39,7 +40,7 @@ class LayerCall:
             dense block? `None` always forms the block.
     """
 
-    module: nn.Module
+    module: Any
     x: Tensor
     grad: Tensor
     wanted: frozenset[str]
