@@ -17,6 +17,7 @@ from accelerate import PartialState
 from datasets import Dataset as HFDataset
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
@@ -90,7 +91,7 @@ class TrakCallback(TrainerCallback):
         report (`bool`, *optional*, defaults to `False`):
             Whether to write `<output_dir>/training_report.html` when training ends: what the training rows did to the
             loss of the trainer's `eval_dataset`, see [`~hf_trak.report.training_report`]. It needs `trainer`, and is
-            best with `record=True`.
+            best with `record=True`. The trainer logs its tables where it reports to (`report_to`).
         first_model_id (`int`, *optional*, defaults to 0):
             Id of the first checkpoint in the feature store; the others follow.
         task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
@@ -214,6 +215,8 @@ class TrakCallback(TrainerCallback):
                 TrakAttributor.from_trainer(
                     self.trainer, self.args, self.task
                 )  # fail now rather than after the training
+        if self._reports:
+            _before_those_that_close(self, self.trainer.callback_handler)
         if not state.is_world_process_zero:
             return
         stale = [step for step in self._collected() if step > state.global_step]
@@ -306,6 +309,7 @@ class TrakCallback(TrainerCallback):
                 method: Method = run if has_record(attributor.features, run.name) else "auto"
                 self.report = training_report(attributor.features, self.trainer.eval_dataset, path, method=method)
                 logger.info("%s\nThe page is %s.", self.report, path)
+                self.trainer.log(self.report.logs())
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -324,6 +328,13 @@ class TrakCallback(TrainerCallback):
         collected = self._collected()
         for old in collected[: -self.last] if self.last else ():
             shutil.rmtree(self.directory / f"checkpoint-{old}")
+
+
+def _before_those_that_close(callback: TrainerCallback, handler: CallbackHandler) -> None:
+    """Let a callback come right after the flow, before those that end what they report to when training ends."""
+    others = [other for other in handler.callbacks if other is not callback]
+    first = sum(isinstance(other, DefaultFlowCallback) for other in others)
+    handler.callbacks = [*others[:first], callback, *others[first:]]  # a new list, since the old one is gone through
 
 
 def _state_is_due(control: TrainerControl) -> bool:

@@ -5,8 +5,9 @@ the recorded run, or one pass of exact scores. The effect of a row is the change
 """
 
 import copy
+import html
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,9 @@ MOST_COMPARED = 256
 
 NEAR = 0.995
 """Cosine of the features of two rows from which on they are near duplicates."""
+
+LOGGED = 20
+"""Rows of either end in the tables that a trainer logs."""
 
 PROVED = 0.05
 """Share of the training rows, the most harmful ones, that a proof leaves out."""
@@ -150,6 +154,31 @@ class TrainingReport(Result):
         """Say what the effects have cost."""
         passes = f"{self.passes:.3g}"
         return f"{passes} pass{'' if passes == '1' else 'es'} over the training rows, {duration(self.seconds)}"
+
+    def logs(self) -> dict[str, float | str]:
+        """Return numbers, and tables in Markdown, for [`~transformers.Trainer.log`]."""
+        found: dict[str, float | str] = {
+            "report/validation_loss": self.loss,
+            "report/no_effect": self.no_effect,
+            "report/doubted_labels": float(len(self.doubted)),
+            "report/repeated_rows": float(len(self.repeated)),
+            **{f"report/10 % more {name}": change for name, change in self.settings.items()},
+        }
+        tables = {"sources": self.sources, "labels": self.labels}
+        for name, groups in tables.items():
+            rows = [(_cell(one.value), f"{one.rows:,}", f"{one.effect:+.3g}", f"{one.each:+.3g}") for one in groups]
+            found |= _table(f"report/{name}", (name, "rows", "effect", "per row"), rows)
+        ends = [*self.harmful(LOGGED), *reversed(self.helpful(LOGGED))]
+        found |= _table("report/rows", ("row", "effect"), [(str(row), f"{self.effects[row]:+.3g}") for row in ends])
+        doubted = sorted(self.doubted, key=lambda row: -self.effects[row])[:LOGGED]
+        found |= _table(
+            "report/wrong_labels",
+            ("row", "effect", "fits better"),
+            [(str(row), f"{self.effects[row]:+.3g}", _cell(self.doubted[row])) for row in doubted],
+        )
+        if (proof := self.proof) is not None:
+            found["report/proof"] = str(proof)
+        return found
 
     def harmful(self, count: int) -> list[int]:
         """List the rows that raised the loss most, the most harmful first."""
@@ -362,6 +391,17 @@ def _near(
     return tuple(
         (row, number, cosine) for (row, number), cosine in sorted(pairs.items(), key=lambda one: -abs(one[1]))
     )
+
+
+def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Make a table in Markdown by its name, unless it has no rows."""
+    lines = [head, ["---"] * len(head), *rows]
+    return {name: "\n".join(f"| {' | '.join(line)} |" for line in lines)} if rows else {}
+
+
+def _cell(text: str) -> str:
+    """Write text so that a viewer of Markdown shows it as it is, in one line."""
+    return html.escape(" ".join(text.split())).replace("|", "&#124;")
 
 
 def _described(method: Exact | Replay) -> str:

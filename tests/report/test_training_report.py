@@ -11,6 +11,7 @@ from replay_runs import EVAL, TRAIN, RowWeights, config, differences, recorded, 
 from test_report_browser import CONTRAST, DESKTOP, PHONE, requests_beyond
 from test_report_browser import page as page  # the fixture
 from training_reports import HAND, NEAR, ROWS, TWICE, WEB, PlantedRun, planted_run, trainer_of
+from transformers import TrainerCallback
 
 from hf_trak import Exact, Replay, TrakAttributor, TrakCallback
 from hf_trak.cli.main import main
@@ -190,6 +191,41 @@ def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.
     assert np.array_equal(again.effects, callback.report.effects) and again.near is not None
     assert main(["inspect", str(tmp_path / "trak"), "--check"]) == 0
     assert " 0 missing" in capsys.readouterr().out  # of a store that has no features
+
+
+class Dashboard(TrainerCallback):
+    """Keeps what a trainer logs until it is closed when training ends, as those of `report_to` do."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, Any] = {}
+        self.open = True
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        assert self.open
+        self.logged |= logs
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.open = False
+
+
+def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Path) -> None:
+    dashboard, labelled = Dashboard(), TRAIN.add_column("source", ["a|b\n<i>", "book"] * (len(TRAIN) // 2))
+    run = trainer(tmp_path)
+    run.train_dataset, run.eval_dataset = labelled, EVAL
+    run.add_callback(dashboard)
+    callback = TrakCallback(config(tmp_path), record=True, trainer=run, report=True)
+    run.add_callback(callback)
+    run.train()
+    found, logged = callback.report, dashboard.logged
+    assert found is not None and not dashboard.open
+    assert logged["report/validation_loss"] == found.loss
+    assert logged["report/10 % more learning rate"] == found.settings["learning rate"]
+    head, rule, *lines = logged["report/sources"].splitlines()
+    assert head == "| sources | rows | effect | per row |" and rule.count("---") == 4
+    assert {line.split(" | ")[0] for line in lines} == {"| a&#124;b &lt;i&gt;", "| book"}
+    first = found.harmful(1)[0]
+    assert logged["report/rows"].splitlines()[2] == f"| {first} | {found.effects[first]:+.3g} |"
+    assert "report/labels" not in logged and "report/proof" not in logged
 
 
 def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_path: Path) -> None:
