@@ -7,6 +7,9 @@ from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, option,
 from hf_trak.report import AttributionRun, ReportOptions, write_report
 from hf_trak.report.run_record import find_run
 
+TRAINING = "--training"
+"""The option that asks for the report of a training, which has options of its own."""
+
 
 @dataclass
 class ReportArguments:
@@ -24,11 +27,17 @@ class ReportArguments:
 
 def run(argv: Sequence[str]) -> None:
     """Write the report."""
+    if TRAINING in argv:
+        from hf_trak.cli.training_report import run as of_training  # slow to import
+
+        of_training([text for text in argv if text != TRAINING])
+        return
     args, columns, output = parse_yaml_and_args(
         (ReportArguments, ColumnArguments, OutputArguments),
         argv,
         prog="hf-trak report",
-        description="Write a run as one self-contained HTML file, which loads no other files.",
+        description="Write a run as one self-contained HTML file, which loads no other files. "
+        "`hf-trak report --training --help` is about a report of what the training rows did to a validation loss.",
     )
     train = None
     if args.train_dataset is not None:

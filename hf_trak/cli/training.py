@@ -1,13 +1,16 @@
 """The trainer of a run, from its arguments as JSON and the state that it saved. Nothing is unpickled."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
+from hf_trak.cli.parser import ModelArguments
+from hf_trak.cli.preparation import load_model
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.trajectory.hyperparameters import hyperparameters
 
@@ -46,6 +49,58 @@ def trainer_of(features: FeaturizedModel, given: str | None, model: str | None) 
         ValueError: the learning rate, the batch size or the number of steps is not given, an argument is unknown, or
             the learning rates are not those that were logged.
     """
+    arguments, state = _of_run(given, model)
+    place = None if model is None else Path(model)
+    saved = None if place is None or not place.is_dir() else place
+    if saved is not None and saved.name.startswith("checkpoint-"):
+        saved = saved.parent
+    trainer = _trainer(
+        features, features.model, features.train_dataset, str(saved or features.args.output_dir), arguments
+    )
+    if state is not None:
+        trainer.state = state
+        _check_rates(hyperparameters(trainer, features.model, features.layout).rates, state)
+    return trainer
+
+
+def trainers_from(
+    start: str, features: FeaturizedModel, given: str | None, model_args: ModelArguments
+) -> Callable[[Any, int], Trainer]:
+    """Make trainers that repeat a run with other rows.
+
+    Args:
+        start: the model that the run began with, a directory or a repo.
+        features, given: as of [`trainer_of`].
+        model_args: the model that the run made, as it is loaded.
+
+    Returns:
+        `make_trainer(rows, seed)` of [`~hf_trak.report.training_report`]. It takes the seed of the run, so that rows
+        come in the same order, and saves nothing.
+
+    Raises:
+        ValueError: as of [`trainer_of`].
+    """
+    arguments, state = _of_run(given, model_args.model_name_or_path)
+    if state is not None and not {"max_steps", "num_train_epochs"} & set(arguments):
+        arguments["max_steps"] = state.max_steps
+    silent = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+
+    def make_trainer(rows: Any, seed: int) -> Trainer:
+        model = load_model(start, model_args.model_revision, model_args.task)
+        made = _trainer(features, model, rows, str(Path(features.args.output_dir) / "proof"), {**arguments, **silent})
+        made.remove_callback(PrinterCallback)  # which would print among a command's own output
+        return made
+
+    return make_trainer
+
+
+def _trainer(features: FeaturizedModel, model: Any, rows: Any, place: str, arguments: dict[str, Any]) -> Trainer:
+    made = TrainingArguments(place, report_to=[], use_cpu=features.device.type == "cpu", **arguments)
+    return Trainer(model, made, train_dataset=rows, data_collator=features.data_collator)
+
+
+def _of_run(given: str | None, model: str | None) -> tuple[dict[str, Any], TrainerState | None]:
+    """Read the arguments of a run, and its state if the directory of its model has it."""
     place = Path(model) if model is not None and Path(model).is_dir() else None
     state = None if place is None or not (place / STATE).is_file() else TrainerState(**_json(place / STATE))
     arguments = _arguments(given)
@@ -56,22 +111,10 @@ def trainer_of(features: FeaturizedModel, given: str | None, model: str | None) 
         needed.append("num_train_epochs")
     if missing := [f"`{name}`" for name in needed if name not in arguments]:
         raise ValueError(
-            f"`method` is 'replay', and the run's {', '.join(missing)} {'are' if missing[1:] else 'is'} not known. "
-            f"Expected the arguments of the training. {_SAY}"
+            f"The steps of the training are asked for, and the run's {', '.join(missing)} "
+            f"{'are' if missing[1:] else 'is'} not known. Expected the arguments of the training. {_SAY}"
         )
-    saved = place.parent if place is not None and place.name.startswith("checkpoint-") else place
-    trainer = Trainer(
-        features.model,
-        TrainingArguments(
-            str(saved or features.args.output_dir), report_to=[], use_cpu=features.device.type == "cpu", **arguments
-        ),
-        train_dataset=features.train_dataset,
-        data_collator=features.data_collator,
-    )
-    if state is not None:
-        trainer.state = state
-        _check_rates(hyperparameters(trainer, features.model, features.layout).rates, state)
-    return trainer
+    return arguments, state
 
 
 def _arguments(given: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.build import build
 from hf_trak.cli.main import main
 from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_args
+from hf_trak.report import training_report
 from hf_trak.report.run import AttributionRun
 from hf_trak.viewer.page import facts_page
 from hf_trak.viewer.run_session import RunSession
@@ -126,3 +127,34 @@ def test_what_is_not_known_is_asked_for_by_name(trainer: Trainer, capsys: pytest
     code, said = asked(capsys, *start, "--output_dir", "refused", "--method", "replay", "--replay", "run")
     assert code != 0
     assert "TrakCallback(record=True)" in said
+
+
+def test_the_report_of_a_training_and_its_proof(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainings of the proof are those that the trainer's own code would make, to the bit."""
+    ask = [
+        "report", "--training", "--model", "out/checkpoint-15", "--train_dataset", "reviews.jsonl", "--eval_dataset",
+        "mine.jsonl", "--output_dir", "trak", "--use_cpu", "--title", "From a shell", "--json",
+    ]  # fmt: skip
+    before = sorted(path.name for path in Path("out").iterdir())
+    assert main([*ask, "--training_args", "args.json", "--prove_from", "model"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    def make(rows: Any, seed: int) -> Trainer:
+        arguments = TrainingArguments(
+            "again", per_device_train_batch_size=8, num_train_epochs=3, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="no", **OPTIONS,
+        )  # fmt: skip
+        model = BertForSequenceClassification.from_pretrained("model")
+        return Trainer(model, arguments, train_dataset=rows, data_collator=trainer.data_collator)
+
+    attributor = TrakAttributor.from_trainer(trainer, TrakConfig("trak", use_cpu=True), "text_classification")
+    expected = training_report(attributor.features, load_from_disk("targets"), make_trainer=make)
+    assert found["effects"] == pytest.approx(expected.effects.tolist(), rel=1e-4)
+    assert found["method"] == "replay of the recorded run" and expected.proof is not None
+    for name in ("measured", "measured_random", "difference"):
+        assert found["proof"][name]["value"] == pytest.approx(getattr(expected.proof, name).value, rel=1e-4)
+    assert sorted(path.name for path in Path("out").iterdir()) == before
+    page = Path(found["report"]).read_text(encoding="utf-8")
+    assert found["report"] == str(Path("trak", "training_report.html")) and "From a shell" in page and "Proof" in page
+    assert main([*ask, "--prove_from", "model"]) != 0
+    assert "the run's `learning_rate` is not known" in capsys.readouterr().err
