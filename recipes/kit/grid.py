@@ -222,7 +222,7 @@ def _draw_target(axes: "Axes", image: Any, row: int, label: str | None, predicti
     """Draw a target with its label above, and its row and prediction below."""
     _draw(axes, image, _INK, 1.0)
     if label is not None:
-        axes.set_title(_short(label), fontsize=11, fontweight="bold", color=_INK, pad=4)
+        _title(axes, _short(label), 11, "bold")
     wrong = prediction is not None and prediction != label
     caption = f"row {row}" if prediction is None else f"row {row}\npredicted {_short(prediction)}"
     weight = "bold" if wrong else "normal"
@@ -234,8 +234,18 @@ def _draw_example(axes: "Axes", image: Any, row: int, score: float, label: str |
     _draw(axes, image, _HELPED if score > 0 else _HARMED if score < 0 else _NEUTRAL, 2.2)
     if label is not None:
         weight = "normal" if label == truth else "bold"
-        axes.set_title(_short(label), fontsize=10, color=_INK, pad=4, fontweight=weight)
+        _title(axes, _short(label), 10, weight)
     axes.set_xlabel(f"row {row}\n{score:+.3g}".replace("-", "−"), color=_FAINT, **_CAPTION)
+
+
+def _title(axes: "Axes", text: str, size: float, weight: str) -> None:
+    """Write a label above its image, in letters so small that it is no wider."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    room = axes.get_position(original=True).width * axes.get_figure().get_figwidth() * 72
+    taken = TextPath((0, 0), text, size=size, prop=FontProperties(weight=weight)).get_extents().width
+    axes.set_title(text, fontsize=size * min(1.0, room / max(taken, 1.0)), color=_INK, pad=4, fontweight=weight)
 
 
 def _draw(axes: "Axes", image: Any, color: str, line_width: float) -> None:

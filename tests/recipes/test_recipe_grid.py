@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
+from kit import grid
 from kit.grid import image_grid
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image as PILImage
 
 from hf_trak.scores.scored_dataset import attach_columns, fixed_size_list
@@ -50,6 +53,20 @@ def place(picture: Path, color) -> tuple[float, float] | None:
     pixels = np.asarray(PILImage.open(picture).convert("RGB")).astype(int)
     ys, xs = np.nonzero((np.abs(pixels - np.array(color)) <= 1).all(axis=-1))
     return (float(xs.mean()), float(ys.mean())) if len(xs) > 500 else None
+
+
+def test_long_labels_do_not_overlap(train, scored, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(grid, "_save", lambda figure, path: figures.append(figure))
+    names = ["three by hand", "WWWWWWWWWWWWWWWWWWWW", "it"]
+    image_grid(scored, train, [0, 1], tmp_path / "grid.png", n=3, label_names=names)
+    renderer = FigureCanvasAgg(figures[0])
+    renderer.draw()
+    titles = [axes.title for axes in figures[0].axes if axes.title.get_text()]
+    boxes = [title.get_window_extent(renderer.get_renderer()) for title in titles]
+    assert {title.get_text() for title in titles} == {"three by hand", "WWWWWWWWWWWWW…", "it"}
+    assert not [1 for box, other in combinations(boxes, 2) if box.overlaps(other)]
+    assert {title.get_fontsize() for title in titles if title.get_text() == "it"} == {10}
 
 
 def test_images_stand_where_their_scores_put_them(train, scored, tmp_path):
