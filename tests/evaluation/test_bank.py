@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from digit_models import DigitNet, digits
-from places import PYTHONPATH
-from store_jobs import Job
+from store_jobs import Job, start_group
 from transformers import Trainer, TrainingArguments
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, NonFiniteError, StoreError
@@ -69,13 +66,6 @@ def build(directory: Path, kill_in: int | None = None, job: int = 0, jobs: int =
         torch.distributed.destroy_process_group()
 
 
-def start(directory: Path, *arguments: int, processes: int = 1) -> subprocess.Popen[str]:
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, *launch, __file__, str(directory), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -105,30 +95,25 @@ def sums(rows: np.ndarray, seed: int) -> np.ndarray:
 @pytest.mark.slow
 def test_killed_and_resumed_by_two_processes(whole: Path, tmp_path: Path) -> None:
     """Every file equals that of an uninterrupted bank, bit for bit."""
-    killed = start(tmp_path / "bank", 4)
-    killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL
+    killed = Job(tmp_path / "report.json", build, tmp_path / "bank", 4)
+    assert killed.wait(300) is None and killed.process.exitcode == -signal.SIGKILL
     done = sorted((tmp_path / "bank" / "plain" / "trainings").glob("*.safetensors"))
     assert len(done) == 3 and not (tmp_path / "bank" / "plain" / "outputs.safetensors").exists()
     with pytest.raises(IncompleteStoreError, match="3 of 6 trainings"):
         Bank(tmp_path / "bank").part("plain")
     before = [path.stat().st_mtime_ns for path in done]
-    process = start(tmp_path / "bank", processes=2)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    jobs = start_group(tmp_path, 2, build, tmp_path / "bank", timeout=120)
+    assert [job.wait(300) for job in jobs] == [{"value": None}] * 2
     assert [path.stat().st_mtime_ns for path in done] == before, "what was done is not done again"
     assert content(tmp_path / "bank") == content(whole)
 
 
 @pytest.mark.slow
 def test_jobs_of_an_array_divide_a_bank(whole: Path, tmp_path: Path) -> None:
-    jobs = [start(tmp_path / "bank", 0, job, 3) for job in range(3)]
-    for job in jobs:
-        _, errors = job.communicate(timeout=300)
-        assert job.returncode == 0, errors
+    jobs = [Job(tmp_path / f"{job}.json", build, tmp_path / "bank", None, job, 3) for job in range(3)]
+    assert [job.wait(300) for job in jobs] == [{"value": None}] * 3
     # whether a job's last look came before another's last training depends on their speed; one more call joins
-    last = start(tmp_path / "bank")
-    assert last.wait(300) == 0
+    assert Job(tmp_path / "last.json", build, tmp_path / "bank").wait(300) == {"value": None}
     assert content(tmp_path / "bank") == content(whole)
 
 
@@ -290,8 +275,3 @@ def test_damage_and_mixed_up_files_are_noticed(tmp_path: Path) -> None:
                 with pytest.raises(StoreError):
                     Bank(copy).part("half")
             shutil.rmtree(copy)
-
-
-if __name__ == "__main__":
-    kill, job, jobs = (*map(int, sys.argv[2:]), *(0, 0, 1)[len(sys.argv) - 2 :])
-    build(Path(sys.argv[1]), kill or None, job, jobs)

@@ -1,18 +1,14 @@
 """Retraining on subsets: resumed runs, two processes and `Trainer` find what one plain run finds."""
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from digit_models import DigitNet, digits
-from places import PYTHONPATH
 from rounding import gamma
+from store_jobs import Job, start_group
 from transformers import Trainer, TrainingArguments
 
 from hf_trak.errors import ConfigMismatchError, NonFiniteError, StoreError
@@ -57,10 +53,9 @@ def retrain_digits(directory: Path) -> None:
     retrain_on_subsets(random_subsets(40, 3), retrain, directory / "trainer", seed=7)
 
 
-def main(directory: Path) -> None:
-    """What each process of a launch does."""
-    torch.set_num_threads(1)
-    counted = []
+def retrain_both(directory: Path) -> list[int]:
+    """What each process does: retrain a function and `Trainer`; the seeds of its own trainings."""
+    counted: list[int] = []
 
     def counting(rows: np.ndarray, seed: int) -> np.ndarray:
         counted.append(seed)
@@ -68,10 +63,7 @@ def main(directory: Path) -> None:
 
     retrain_on_subsets(random_subsets(N, 5), counting, directory / "plain", repeats=2)
     retrain_digits(directory)
-    rank = os.environ.get("RANK", "0")
-    (directory / f"rank-{rank}.json").write_text(json.dumps(counted))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    return counted
 
 
 def test_one_row_per_training(tmp_path: Path) -> None:
@@ -176,25 +168,16 @@ def test_trainer_trains_on_the_subset_alone(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with a function and with `Trainer`, which must not synchronize gradients of different subsets."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    for world in (1, 2):
-        place = tmp_path / str(world)
-        place.mkdir()
-        launch = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command = [sys.executable, *launch, __file__, str(place)]
-        done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment, cwd=place)
-        assert done.returncode == 0, done.stderr
-    both = [json.loads((tmp_path / "2" / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    alone = json.loads((tmp_path / "1" / "rank-0.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    alone = (Job(tmp_path / "report.json", retrain_both, tmp_path / "1").wait(300) or {})["value"]
+    jobs = start_group(tmp_path, 2, retrain_both, tmp_path / "2", timeout=120)
+    both = [(job.wait(300) or {})["value"] for job in jobs]
     assert [len(part) for part in both] == [5, 5] and both[0] + both[1] == alone
     for name in ("plain", "trainer"):
         assert digest(tmp_path / "1" / name) == digest(tmp_path / "2" / name)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
 
 
 def test_outputs_keep_their_precision(tmp_path: Path) -> None:

@@ -323,25 +323,38 @@ def test_settings_of_scores_have_results_of_their_own(
     assert np.array_equal(np.stack(first.with_format("numpy")["trak_scores"][:]), kept)
 
 
+HYBRID = Setup(settings={"curvature": "hybrid", "curvature_damping": 1.0})
+
+
+def scores_of(setup: Setup, directory: Path, exact: bool) -> np.ndarray:
+    scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, method="exact" if exact else "index")
+    return np.stack(scored.with_format("numpy")["trak_scores"][:]).copy()
+
+
+@pytest.fixture(scope="module")
+def scored_exactly(
+    featurized: Callable[[Setup], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A directory with a curvature; scores of its features, and exact ones."""
+    directory = copied(featurized, BASE, tmp_path_factory.mktemp("exact"), resume=False)
+    return directory, scores_of(HYBRID, directory, False), scores_of(HYBRID, directory, True)
+
+
 @pytest.mark.parametrize("name", EXACT)
-def test_settings_of_exact_scores(featurized: Callable[[Setup], Path], tmp_path: Path, name: str) -> None:
+def test_settings_of_exact_scores(
+    scored_exactly: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path, name: str
+) -> None:
     """Scores of features stay; exact ones differ, or are refused where the curvature is another one."""
-    directory = copied(featurized, BASE, tmp_path, resume=False)
-    base = Setup(settings={"curvature": "hybrid", "curvature_damping": 1.0})
-    changed = Setup(settings={**base.settings, name: EXACT[name]})
-
-    def scores(setup: Setup, exact: bool) -> np.ndarray:
-        scored = setup.attributor(directory).attribute(rows(50, M), top_k=None, method="exact" if exact else "index")
-        return np.stack(scored.with_format("numpy")["trak_scores"][:]).copy()
-
-    plain, exact = scores(base, False), scores(base, True)
-    assert np.array_equal(scores(changed, False), plain)
+    made, plain, exact = scored_exactly
+    directory = Path(shutil.copytree(made, tmp_path / "trak"))
+    changed = Setup(settings={**HYBRID.settings, name: EXACT[name]})
+    assert np.array_equal(scores_of(changed, directory, False), plain)
     if name in ("curvature_damping", "curvature_hybrid_lambda", "curvature_dtype", "curvature_rank"):
-        assert not np.allclose(scores(changed, True), exact)
+        assert not np.allclose(scores_of(changed, directory, True), exact)
     else:
         with pytest.raises(HfTrakError, match="The curvature in"):
-            scores(changed, True)
-    assert np.array_equal(scores(base, True), exact)
+            scores_of(changed, directory, True)
+    assert np.array_equal(scores_of(HYBRID, directory, True), exact)
 
 
 def test_changes_within_one_process_are_noticed(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,9 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from places import PYTHONPATH
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from store_jobs import start_group
 from trak_options import trak_config
 from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -296,30 +293,23 @@ def test_more_negatives_than_training_rows_are_refused(tmp_path: Path) -> None:
 
 # -- processes -------------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import test_clip_attribution as t
-directory = Path({directory!r})
-model = t.make_model("open_clip ViT", directory)
-attributor = t.make(model, directory / "two", t.pairs(0, 20), shard_size=4)
-assert attributor.features.processes.num_processes == 2
-attributor.featurize().attribute(t.pairs(20, 29), top_k=3, name="e")
-"""
+
+def draw_in_two(directory: Path) -> int:
+    """What each of two processes does; how many there are."""
+    attributor = make(make_model("open_clip ViT", directory), directory / "two", pairs(0, 20), shard_size=4)
+    attributor.featurize().attribute(pairs(20, 29), top_k=3, name="e")
+    return attributor.features.processes.num_processes
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("jobs_with_one_thread")
 def test_two_processes_draw_the_same_negatives_and_write_the_bytes_of_one(tmp_path: Path) -> None:
     model = make_model("open_clip ViT", tmp_path)
     one = make(model, tmp_path / "one", pairs(0, 20), shard_size=4)
     one.featurize().attribute(pairs(20, 29), top_k=3, name="e")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), directory=str(tmp_path)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    subprocess.run(launch, env=environment, check=True, timeout=200)
+    jobs = start_group(tmp_path, 2, draw_in_two, tmp_path, timeout=120)
+    assert [job.wait(300) for job in jobs] == [{"value": 2}] * 2
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
     assert len(files) == 5 + 1 + 1 + 3  # train shards, Gram matrix, references, target shards
     for file in files:
