@@ -274,7 +274,9 @@ class TrakAttributor:
 
         Args:
             repo_or_path (`str`):
-                A dataset repo, a copy of one, or the output directory of a run.
+                A dataset repo, a copy of one, the output directory of a run, or tables of an index
+                (`hf_trak.store.tables`): a Parquet file, or a directory of such, by a path or an address of `fsspec`
+                (`s3://bucket/tables`).
             model (`torch.nn.Module` or `str`, *optional*):
                 The model that the index was made with: a module, a directory or a model repo. By default the repo and
                 revision that the index records. Its weights are compared with the recorded fingerprints.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hf_trak.attributor import last_result
 from hf_trak.cli.build import (
@@ -27,10 +27,12 @@ from hf_trak.cli.parser import (
 )
 from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
+from hf_trak.engines.engine import Engine
 from hf_trak.methods import Exact, Replay, Rerank, check_best_rows, checked_method
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
+from hf_trak.runtime.checks import required
 from hf_trak.scores.score_files import SCORE_FILES, score_file_digests
 from hf_trak.scores.spans import Span
 from hf_trak.store.atomic import safe_name
@@ -40,7 +42,14 @@ from hf_trak.store.atomic import safe_name
 class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
-    index: str | None = option("Published index, in place of training rows.", None)
+    index: str | None = option(
+        "Published index, in place of training rows; or its tables: a directory or an address such as `s3://…`.", None
+    )
+    scored_by: Literal["local", "ray", "spark"] = option(
+        "Find the best rows in this process, or by workers of Ray or Spark, which read the index where it is. They "
+        "find nothing else: no distributions, no self-influence.",
+        "local",
+    )
     top_k: int = option("Training rows to keep per target, from either end.", 20)
     group_by: str | None = option(
         "Score the mean of each group of targets: a column, or `all` for one group of all targets.", None
@@ -110,6 +119,7 @@ def run(argv: Sequence[str]) -> None:
         if saved:
             remember(built, model_args, data, write=False)
     attributor = built.attributor
+    attributor.features.scored_by = _engine(wanted.scored_by)
     if replays and (wanted.replay.of == "recipe" or wanted.training_args is not None):
         from hf_trak.cli.training import trainer_of  # slow to import
 
@@ -132,8 +142,9 @@ def run(argv: Sequence[str]) -> None:
     )
     last, features = last_result(attributor), attributor.features
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
-    counts = last.counted() if wanted.distributions and last.answer.rows is None else None
-    asked = wanted.self_influence and not replays
+    here = attributor.features.scored_by is None
+    counts = last.counted() if wanted.distributions and here and last.answer.rows is None else None
+    asked = wanted.self_influence and here and not replays
     influence = attributor.self_influence("exact" if exact else "index") if asked else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
@@ -152,6 +163,24 @@ def run(argv: Sequence[str]) -> None:
     features.processes.wait_for_everyone()
     content = {"run": str(directory), "targets": len(scored), "train_rows": len(attributor.train_dataset)}
     answer(content, _lines(found, directory), output.json)
+
+
+def _engine(name: str) -> Engine | None:
+    """Make the engine of a name; `None` for this process.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    if name == "ray":
+        from hf_trak.engines.ray import RayEngine
+
+        return RayEngine(num_cpus=1)
+    if name == "spark":
+        from hf_trak.engines.spark import SparkEngine
+
+        sql = required("pyspark.sql", "`--scored_by spark` needs Spark. Install it with `pip install pyspark`.")
+        return SparkEngine(sql.SparkSession.builder.getOrCreate())
+    return None
 
 
 def _lines(run: AttributionRun, directory: Path) -> list[str]:

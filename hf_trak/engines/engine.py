@@ -20,16 +20,17 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from hf_trak.errors import StoreError
 from hf_trak.runtime.checks import checked_int
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.scores.tables import TOP, gram_batch, merge_top, score_batch
 from hf_trak.store.store import Gram
-from hf_trak.store.tables import Fragment, fragments_of, read_fragment
+from hf_trak.store.table_files import Fragment, fragments_of, read_fragment
 
 PART = "part"
-_MOST_PARTS = 1024
+MOST_PARTS = 1024
 """Parts of an index: enough for as many processes, and few enough to add up their Gram matrices in one."""
 
 
@@ -138,13 +139,31 @@ def _asked(
     function: Callable[[pa.Table], pa.Table],
     expected: Callable[[int], int],
 ) -> Iterator[pa.Table]:
-    """Yield results of an engine, and count their rows; `expected` maps rows of a part to rows of its result."""
+    """Yield results of an engine for tables; `expected` maps rows of a part to rows of its result."""
     fragments = fragments_of(paths)
-    size = -(-len(fragments) // _MOST_PARTS)
+    size = -(-len(fragments) // MOST_PARTS)
     divided = [fragments[first : first + size] for first in range(0, len(fragments), size)]
-    left = np.array([expected(sum(one.stop - one.start for one in part)) for part in divided])
+    rows = np.array([expected(sum(one.stop - one.start for one in part)) for part in divided])
     kept = [[asdict(fragment) for fragment in part] for part in divided]
-    for table in engine.map(function, pa.table({PART: np.arange(len(divided)), "fragments": kept})):
+    yield from counted(engine, function, pa.table({PART: np.arange(len(divided)), "fragments": kept}), rows)
+
+
+def counted(
+    engine: Engine, function: Callable[[pa.Table], pa.Table], parts: pa.Table, rows: NDArray[np.int64]
+) -> Iterator[pa.Table]:
+    """Yield results of an engine, and count their rows.
+
+    Args:
+        engine: the engine.
+        function: a function of parts, whose results have their numbers in the column `PART`.
+        parts: the parts, with their numbers.
+        rows: how many rows the result of each part has.
+
+    Raises:
+        StoreError: as `Engine.map`; or a part was left out or returned twice.
+    """
+    left = rows.copy()
+    for table in engine.map(function, parts):
         numbers, counts = np.unique(table.column(PART).to_numpy(), return_counts=True)
         left[numbers] -= counts
         yield table

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from hf_trak.engines.engine import Engine
+from hf_trak.engines.stores import best_of_shards, gram_of_shards
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
@@ -9,7 +11,7 @@ from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.featurize.reranking import reranked, two_passes
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank, check_best_rows
-from hf_trak.scores.score_files import ScoreFiles
+from hf_trak.scores.score_files import ScoreFiles, top_k_columns
 from hf_trak.scores.scored_dataset import weighted_blocks
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
@@ -55,10 +57,13 @@ def answer(
         per: whether rows of the result are targets or training rows.
 
     Raises:
-        ValueError: the method finds the best rows of each target alone, and something else is asked for.
+        ValueError: the method finds the best rows of each target alone, and something else is asked for; or an engine
+            is set, and something else than these by the index, in one process.
         All that the method raises.
     """
     check_best_rows(method, top_k, per)
+    if model.scored_by is not None:
+        return _by_engine(model, model.scored_by, question, method, top_k, per)
     if top_k is not None and isinstance(method, Rerank):
         return reranked(model, question, method, top_k)
     assert not isinstance(method, Rerank)  # `check_best_rows` has looked
@@ -73,3 +78,30 @@ def answer(
     files = ScoreFiles(directory, stem, model.processes, model.train_size, question.m)
     columns = files.columns(plan.blocks, None if top_k is None else min(top_k, length), per)
     return Answer(columns, method, lambda: planned(model, question, method).blocks)
+
+
+def _by_engine(
+    model: FeaturizedModel,
+    engine: Engine,
+    question: Question,
+    method: AnyMethod,
+    top_k: int | None,
+    per: Literal["target", "train"],
+) -> Answer:
+    """Let an engine find the best rows of the index, and XᵀX where the store has none."""
+    whole = isinstance(method, Index) and method.first_pass_bytes is None
+    if not whole or top_k is None or per != "target" or model.processes.num_processes > 1:
+        raise ValueError(
+            f"`features.scored_by` is {type(engine).__name__}, and {method} is asked for with `top_k={top_k}` and "
+            f"`per={per!r}` in {model.processes.num_processes} processes. Expected the best rows of each target by "
+            'the index, in one process. Set `method="index"`, or `features.scored_by = None`.'
+        )
+    assert isinstance(method, Index)
+    store, scorer = model.store, model.scorer_with(method.lambda_relative)
+    shards = [store.train(model_id) for model_id in question.ids]
+    for model_id, of_checkpoint in zip(question.ids, shards, strict=True):
+        if scorer.solvers.choice(model_id).kind == "primal" and store.read_gram(model_id) is None:
+            store.write_gram(model_id, gram_of_shards(engine, of_checkpoint), store.train_size)
+    targets = model.precondition(question, method.lambda_relative).rows
+    ends = best_of_shards(engine, shards, targets, min(top_k, store.train_size))
+    return Answer(top_k_columns(*ends), method, lambda: planned(model, question, method).blocks)

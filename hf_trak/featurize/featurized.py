@@ -18,6 +18,7 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import Collator, RowBatches, checked_collator, default_collator, row_count, rows_of_loader
+from hf_trak.engines.engine import Engine
 from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.definition import (
     COMPARISONS,
@@ -159,6 +160,8 @@ class FeaturizedModel:
         self.recorded_rows = None if recorded_rows is None else dict(recorded_rows)
         self.revision = revision
         self.trainer = trainer
+        self.scored_by: Engine | None = None
+        """Finds the best rows of the index in the place of this process, see `hf_trak.engines.stores`."""
         self._train_fingerprint: str | None = None
         self._rate: float | None = None
         self._store = store

@@ -23,7 +23,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles, refused
-from hf_trak.hub.index_files import TRAIN_ROWS_FILE
+from hf_trak.hub.index_files import TRAIN_ROWS_FILE, check_bounds
 from hf_trak.hub.index_store import IndexStore, open_index
 from hf_trak.hub.manifest import MANIFEST_FILE, RUN_OPTIONS, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, load_model
@@ -36,6 +36,9 @@ from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.store import FeatureStore
+from hf_trak.store.table_files import SUFFIX, is_address
+from hf_trak.store.table_files import shown as shown_path
+from hf_trak.store.table_store import Tables, TableStore
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
 
 
@@ -97,7 +100,7 @@ class _OpenedIndex:
 
     Attributes:
         store: the feature store.
-        manifest: the manifest of a published index; `None` for the output directory of a run.
+        manifest: the manifest of a published index; `None` for the output directory of a run, and for tables.
         name: name of the index in messages.
         token: as in `huggingface_hub`.
         local_files_only: use only what is in the Hub's cache.
@@ -108,6 +111,11 @@ class _OpenedIndex:
     name: str
     token: str | bool | None
     local_files_only: bool
+
+    @property
+    def foreign(self) -> bool:
+        """Tell whether others may have written what the index says: all but the output directory of a run."""
+        return self.manifest is not None or isinstance(self.store, TableStore)
 
 
 def load_attributor(
@@ -144,7 +152,9 @@ def load_attributor(
             "other settings out: they define the features and are read from the index."
         )
     store = _open_store(repo_or_path, revision, token, local_files_only, options.pop("output_dir", None))
-    manifest, name = (store.manifest, store.files.name) if isinstance(store, IndexStore) else (None, repo_or_path)
+    manifest, name = None, shown_path(repo_or_path)
+    if isinstance(store, IndexStore):
+        manifest, name = store.manifest, store.files.name
     index = _OpenedIndex(store, manifest, name, token, local_files_only)
 
     # The model and the task are those that the index records, unless they are given.
@@ -183,8 +193,10 @@ def load_attributor(
 def _open_store(
     repo_or_path: str, revision: str | None, token: str | bool | None, local_files_only: bool, output_dir: str | None
 ) -> FeatureStore:
-    """Open the output directory of a run, the copy of an index, or a repo."""
+    """Open the output directory of a run, tables, the copy of an index, or a repo."""
     path = Path(repo_or_path)
+    if _are_tables(repo_or_path):
+        return _open_tables(repo_or_path, output_dir)
     if path.is_dir():
         if not (path / MANIFEST_FILE).exists():
             if output_dir is not None and Path(output_dir).resolve() != path.resolve():
@@ -210,6 +222,26 @@ def _open_store(
     return open_repo(repo_or_path, output_dir, revision, token, local_files_only)
 
 
+def _are_tables(name: str) -> bool:
+    """Tell whether an index is given as tables: an address, a Parquet file, or a directory of such."""
+    path = Path(name)
+    if is_address(name) or (path.is_file() and path.suffix == SUFFIX):
+        return True
+    records = (MANIFEST_FILE, FeatureStore.CONFIG_FILE)
+    return any(path.glob(f"*{SUFFIX}")) and not any((path / record).exists() for record in records)
+
+
+def _open_tables(name: str, output_dir: str | None) -> TableStore:
+    """Open tables as a store. By default, results are kept in a directory that their content names."""
+    tables = Tables.find([name])
+    try:
+        check_bounds(tables.config)
+    except ValueError as error:
+        raise refused(tables.name, str(error)) from error
+    usual = Path(constants.HF_HOME) / "hf_trak" / f"tables-{tables.digest}"
+    return TableStore.over(tables, usual if output_dir is None else output_dir)
+
+
 def _model(index: _OpenedIndex, given: str | None) -> torch.nn.Module:
     """Load the model that the user names, or else the one that the index records."""
     config, manifest = index.store.config, index.manifest
@@ -224,12 +256,14 @@ def _model(index: _OpenedIndex, given: str | None) -> torch.nn.Module:
                 f"The index {index.name} does not say where its model is. Expected `model=`: the model that the index "
                 f"was made with (a {class_name}), as a module, a directory or a repo."
             )
-        if manifest is not None:
+        if index.foreign:
             try:
                 checked_repo(recorded, "`model_name`")
                 if revision is not None:
                     checked_revision(revision, "`model_revision`")
             except ValueError as error:
+                if manifest is None:
+                    raise ValueError(f"{index.name} names a model that is no repo: {error} Pass `model=`.") from error
                 raise refused(f"{FeatureStore.CONFIG_FILE} of {index.name}", str(error)) from error
     return load_model(
         str(recorded if given is None else given),
@@ -238,7 +272,7 @@ def _model(index: _OpenedIndex, given: str | None) -> torch.nn.Module:
         None if manifest is None else manifest.weights_dtype,
         index.token,
         index.local_files_only,
-        repo_only=given is None and manifest is not None,
+        repo_only=given is None and index.foreign,
     )
 
 
@@ -388,7 +422,7 @@ def _check_same(index: _OpenedIndex, attributor: FeaturizedModel) -> None:
     try:
         changes = store.changes(given, COMPARISONS)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if index.manifest is None:
+        if not index.foreign:
             raise
         reason = f"{type(error).__name__}: {shown(str(error))}"
         raise refused(
@@ -404,9 +438,11 @@ def _check_same(index: _OpenedIndex, attributor: FeaturizedModel) -> None:
 
 
 def _check_references(index: _OpenedIndex, attributor: FeaturizedModel) -> None:
-    """Refuse a published index without the references that its task computed from training rows."""
-    if index.manifest is None or not attributor.task.reference_rows(index.store.config["train_size"]):
+    """Refuse tables, and a published index, without the references that their task computed from training rows."""
+    if not index.foreign or not attributor.task.reference_rows(index.store.config["train_size"]):
         return
+    if index.manifest is None:
+        raise refused(index.name, "its task needs references, which tables do not have", "a published index")
     for model_id in index.manifest.checkpoints:
         if f"checkpoint-{model_id}/{REFERENCES_FILE}" not in index.manifest.files:
             raise refused(

@@ -79,7 +79,7 @@ class ScoreFiles:
             for start, _, block in blocks:
                 best.update(start, block)
                 worst.update(start, block)
-        return Dataset(_top_k_table(*(self._merged(top) for top in (best, worst))))
+        return top_k_columns(*(self._merged(top) for top in (best, worst)))
 
     def _merged(self, top: TopK) -> TopK:
         """Merge the lists of all processes. Lists with fewer than k rows are padded, so that all have one shape."""
@@ -271,6 +271,11 @@ def _extremes(block: torch.Tensor, top_k: int) -> pa.Table:
         top.update(0, block.T)
         chosen.append(top)
     return _top_k_table(*chosen)
+
+
+def top_k_columns(best: TopK, worst: TopK) -> Dataset:
+    """Make the columns [`TOP_K_COLUMNS`] of the highest and the lowest scores, one row per target, in memory."""
+    return Dataset(_top_k_table(best, worst))
 
 
 def _top_k_table(best: TopK, worst: TopK) -> pa.Table:

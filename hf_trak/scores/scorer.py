@@ -261,20 +261,15 @@ class Scorer:
             An iterator of blocks `(start, stop, block)`, see [`score_blocks`].
         """
         shards = [self.store.train(model_id) for model_id in model_ids]
-        first = targets[0].values if isinstance(targets[0], ScaledRows) else targets[0]
-        count, m = len(shards[0]), first.shape[0]
+        count, m, rows = len(shards[0]), _values(targets[0]).shape[0], shards[0].plan.shard_size
         mine = range(count) if everywhere else self.processes.share(count)
-        rows = shards[0].plan.shard_size
-        # On a GPU, or with many targets, products run one after the other, in slices that bound the memory.
+        # On a GPU, or with many targets, products run one after the other.
         if self.device.type != "cpu" or m * rows > _SHARD_SCORES:
-            rows = max(1, _BLOCK_SCORES // max(1, m))
-            return joined(score_blocks([_sliced(one.part(mine), rows) for one in shards], targets), _JOINED_SCORES)
+            return part_blocks(shards, mine, targets)
 
         # With few targets on the CPU, a thread per core multiplies small groups of shards.
         def scores_of(indices: Sequence[int]) -> list[ScoreBlock]:
-            return list(
-                joined(score_blocks([one.part(indices, mapped=False) for one in shards], targets), _JOINED_SCORES)
-            )
+            return list(part_blocks(shards, indices, targets, mapped=False))
 
         together = max(1, min(_JOINED_SCORES // (m * rows), len(mine) // (4 * torch.get_num_threads())))
         groups = (mine[first : first + together] for first in range(0, len(mine), together))
@@ -365,6 +360,34 @@ class Scorer:
         with self.processes.all_or_none():
             parts = [system.quadratic(shard.grads, shard.start) for shard in self.store.train(model_id).part(mine)]
         return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+def part_blocks(
+    shards: Sequence[ShardSet],
+    indices: Sequence[int],
+    targets: Sequence[Tensor | ScaledRows],
+    mapped: bool = True,
+) -> Iterator[ScoreBlock]:
+    """Compute the scores of the rows of some shards, one product after the other, in slices that bound the memory.
+
+    Args:
+        shards: the features of every checkpoint.
+        indices: the shards.
+        targets: preconditioned targets `(m, k)` of every checkpoint. Products are computed on their device.
+        mapped: as in [`~hf_trak.store.shard_set.ShardSet.read`].
+
+    Returns:
+        An iterator of blocks `(start, stop, block)`, see [`score_blocks`].
+    """
+    first = _values(targets[0])
+    parts = [one.part(indices, mapped=mapped) for one in shards]
+    if first.device.type != "cpu" or first.shape[0] * shards[0].plan.shard_size > _SHARD_SCORES:
+        parts = [_sliced(part, max(1, _BLOCK_SCORES // max(1, first.shape[0]))) for part in parts]
+    return joined(score_blocks(parts, targets), _JOINED_SCORES)
+
+
+def _values(targets: Tensor | ScaledRows) -> Tensor:
+    return targets.values if isinstance(targets, ScaledRows) else targets
 
 
 def _sliced(shards: Iterator[Shard], rows: int) -> Iterator[Shard]:

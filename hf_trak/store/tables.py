@@ -12,12 +12,9 @@ under `hf_trak`, a sealed JSON object: the configuration of the store, the recor
 its shards, which the shards that are made of a table must have again.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -25,22 +22,31 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
+from hf_trak.errors import StoreError
 from hf_trak.store.atomic import atomic_directory, atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
-from hf_trak.store.sealed import check_seal, sealed_bytes, unsealed
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import Shard, ShardSet, check_values
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.store import FeatureStore
+from hf_trak.store.table_files import (
+    CODES,
+    FACTS,
+    FEATURES,
+    OWN,
+    ROW_ID,
+    SCALE,
+    WEIGHT,
+    facts_of,
+    fragments_of,
+    not_a_table,
+    opened,
+    read_fragment,
+)
 
 if TYPE_CHECKING:  # slow to import, and no worker needs it
     from datasets import Dataset
 
-ROW_ID, FEATURES, CODES, SCALE, WEIGHT = "row_id", "features", "codes", "scale", "q"
-OWN = (ROW_ID, FEATURES, CODES, SCALE, WEIGHT)
-"""Columns that no column of the training rows may be named like."""
-
-_FACTS = b"hf_trak"
 _NUMBERS = {pa.float32(): torch.float32, pa.float16(): torch.float16}
 
 
@@ -195,7 +201,7 @@ def write_table(
                 beside = columns.with_format("arrow")[shard.start : shard.stop]
                 for field in beside.schema:
                     table = table.append_column(field, beside.column(field.name))
-            table = table.replace_schema_metadata({_FACTS: sealed_bytes(facts)})
+            table = table.replace_schema_metadata({FACTS: sealed_bytes(facts)})
             writer = writer or pq.ParquetWriter(temporary, table.schema, write_page_checksum=True)
             writer.write_table(table)
         assert writer is not None  # a part has shards
@@ -228,123 +234,28 @@ def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureSt
         )
     of_checkpoint: dict[int, list[Path]] = {}
     for path in map(Path, paths):
-        with _opened(path) as file:
-            of_checkpoint.setdefault(_facts(file, path)["checkpoint"]["model_id"], []).append(path)
+        with opened(path) as file:
+            of_checkpoint.setdefault(facts_of(file, path).model_id, []).append(path)
     with atomic_directory(Path(directory)) as place:
         for files in of_checkpoint.values():
-            with _opened(files[0]) as file:
+            with opened(files[0]) as file:
                 _read_checkpoint(file, files, place)
     return FeatureStore.load(directory)
 
 
-@contextmanager
-def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        if isinstance(error, StoreError):
-            raise
-        raise _not_a_table(path, str(error)) from error
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A row group of a table: rows `start` to `stop` of the index."""
-
-    path: str
-    row_group: int
-    start: int
-    stop: int
-
-
-def fragments_of(paths: Sequence[str | Path]) -> list[Fragment]:
-    """List the row groups of tables that together have each row of a checkpoint once; only their footers are read.
-
-    Args:
-        paths (`Sequence[str]` or `Sequence[Path]`):
-            Files, and directories of `.parquet` files. Rows may be divided among them as one likes, in their order.
-
-    Returns:
-        `list[Fragment]`: by row.
-
-    Raises:
-        ValueError: there is no file.
-        ConfigMismatchError: the files come from different stores or checkpoints.
-        IncompleteStoreError: rows are missing, or there twice.
-        StoreError: a file cannot be read, or the rows of a row group do not follow each other.
-    """
-    places = [Path(path).absolute() for path in paths]
-    files = [file for place in places for file in (sorted(place.glob("*.parquet")) if place.is_dir() else [place])]
-    if not files:
-        raise ValueError(
-            f"Given the paths {[str(path) for path in paths]}. Expected tables of a checkpoint. Name them."
-        )
-    found, facts = list[Fragment](), dict[str, Any]()
-    for path in files:
-        with _opened(path) as file:
-            of_file = _facts(file, path)
-            if of_file != (facts or of_file):
-                raise ConfigMismatchError(
-                    f"{path} and {files[0]} come from different stores or checkpoints. Expected tables of one "
-                    "checkpoint. Name its files."
-                )
-            facts = of_file
-            found += [_fragment(file, path, group) for group in range(file.num_row_groups)]
-    found.sort(key=lambda one: one.start)
-    rows = facts["config"].get("train_size")
-    ends = [0, *(one.stop for one in found)]
-    for end, start in zip(ends, [*(one.start for one in found), rows], strict=True):
-        if end != start:
-            raise IncompleteStoreError(
-                f"After row {end - 1} of {rows}, the {len(files)} tables at {[str(path) for path in paths][:5]} have "
-                f"row {start}. Expected each row once. Name all files of the checkpoint, none of them twice."
-            )
-    return found
-
-
-def _fragment(file: pq.ParquetFile, path: Path, group: int) -> Fragment:
-    part = file.metadata.row_group(group)
-    columns = (part.column(index) for index in range(part.num_columns))
-    facts = next((column.statistics for column in columns if column.path_in_schema == ROW_ID), None)
-    if facts is None or not facts.has_min_max or facts.max - facts.min + 1 != part.num_rows:
-        raise _not_a_table(path, f"`{ROW_ID}` of its row group {group} does not count up. Sort the table by it")
-    return Fragment(str(path), group, facts.min, facts.max + 1)
-
-
-def read_fragment(fragment: Fragment) -> pa.Table:
-    """Read a row group, without the columns of the training rows, after the checksums of its pages were compared.
-
-    Raises:
-        StoreError: the file cannot be read, is damaged, or has other rows there.
-    """
-    with _opened(fragment.path) as file:
-        names = [name for name in OWN if name in file.schema_arrow.names]
-        table = file.read_row_group(fragment.row_group, columns=names)
-    if not np.array_equal(table.column(ROW_ID).to_numpy(), np.arange(fragment.start, fragment.stop)):
-        raise _not_a_table(
-            fragment.path, f"its row group {fragment.row_group} has not rows {fragment.start} to {fragment.stop - 1}"
-        )
-    return table
-
-
 def _read_checkpoint(file: pq.ParquetFile, files: list[Path], place: Path) -> None:
-    path, facts = files[0], _facts(file, files[0])
-    config, info = facts["config"], facts["checkpoint"]
-    rows = file.metadata.num_rows
-    if len(files) == 1 and config.get("train_size") != rows:
-        raise _not_a_table(path, f"it has {rows} rows of {config.get('train_size')}")
+    path, facts = files[0], facts_of(file, files[0])
+    model_id, rows = facts.model_id, file.metadata.num_rows
+    if len(files) == 1 and facts.config.get("train_size") != rows:
+        raise not_a_table(path, f"it has {rows} rows of {facts.config.get('train_size')}")
     fragments = fragments_of(files) if len(files) > 1 else []
-    store = FeatureStore.open(place, config)
-    store.register_checkpoint(info["model_id"], info["fingerprint"], info["source"])
-    shards = store.train(info["model_id"])
+    store = FeatureStore.open(place, facts.config)
+    store.register_checkpoint(model_id, facts.checkpoint["fingerprint"], facts.checkpoint.get("source"))
+    shards = store.train(model_id)
     found = _divided(map(read_fragment, fragments), shards) if fragments else _in_order(file, shards, path)
     for index, shard in enumerate(found):
-        features = shard.features
-        tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features.to(shards.dtype)}
-        form, expected = getattr(features, "form", None), (len(shards.plan.rows(index)), shards.width)
-        if form != shards.code_format or (form is None and tuple(tensors["grads"].shape) != expected):
-            raise _not_a_table(path, f"its features are not {shards.width} numbers of {config['feature_dtype']}")
+        features = features_as(shards, shard, path)
+        tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features}
         write_tensors(
             shards.path(index),
             {**tensors, "out_to_loss": shard.out_to_loss},
@@ -352,8 +263,27 @@ def _read_checkpoint(file: pq.ParquetFile, files: list[Path], place: Path) -> No
             start=shard.start,
             stop=shard.stop,
         )
-    if shards.content_hash != facts["content"]:
-        raise _not_a_table(path, "its rows are not those that were written")
+    if shards.content_hash != facts.content:
+        raise not_a_table(path, "its rows are not those that were written")
+
+
+def features_as(shards: ShardSet, shard: Shard, path: str | Path) -> Tensor | CodedRows:
+    """Return the features of rows of a table as a set of shards keeps them.
+
+    Args:
+        shards: the set.
+        shard: the rows.
+        path: the table.
+
+    Raises:
+        StoreError: they have another number of columns, or are codes where those are numbers, or the reverse.
+    """
+    found = shard.features
+    width = found.form.k if isinstance(found, CodedRows) else found.shape[1]
+    if getattr(found, "form", None) != shards.code_format or width != shards.width:
+        kind = shards.dtype if shards.code_format is None else f"{shards.code_format.bits} bits"
+        raise not_a_table(path, f"its features are not {shards.width} numbers of {kind}")
+    return found if isinstance(found, CodedRows) else found.to(shards.dtype)
 
 
 def _in_order(file: pq.ParquetFile, shards: ShardSet, path: Path) -> Iterator[Shard]:
@@ -365,7 +295,7 @@ def _in_order(file: pq.ParquetFile, shards: ShardSet, path: Path) -> Iterator[Sh
         yield from _divided((pa.Table.from_batches([batch]) for batch in batches), shards)
         return
     if not np.array_equal(np.sort(ids), np.arange(len(ids))):
-        raise _not_a_table(path, f"`{ROW_ID}` has not every number from 0 to {len(ids) - 1} once")
+        raise not_a_table(path, f"`{ROW_ID}` has not every number from 0 to {len(ids) - 1} once")
     whole = file.read(columns=names).sort_by(ROW_ID)
     for index in range(len(shards)):
         part = shards.plan.rows(index)
@@ -383,21 +313,3 @@ def _divided(tables: Iterator[pa.Table], shards: ShardSet) -> Iterator[Shard]:
         together = pa.concat_tables(parts)
         held = together.slice(size)
         yield rows_of(together.slice(0, size))[1]
-
-
-def _facts(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
-    """Return what the metadata of a file say of its rows, after their checksum was compared."""
-    try:
-        content = json.loads((file.schema_arrow.metadata or {})[_FACTS])
-        check_seal(content, path, "Write the table again.")
-        facts = unsealed(content)
-        return {"config": dict(facts["config"]), "checkpoint": dict(facts["checkpoint"]), "content": facts["content"]}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise _not_a_table(path, "its metadata do not say what the rows were computed from") from error
-
-
-def _not_a_table(path: str | Path, problem: str) -> StoreError:
-    return StoreError(
-        f"{path} cannot be used: {problem}. Expected a Parquet file as `hf_trak.store.tables.write_table` writes it. "
-        "Write the table again."
-    )

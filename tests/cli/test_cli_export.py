@@ -12,6 +12,7 @@ from datasets import Dataset, load_dataset
 from doc_examples import sentences, tiny_bert
 
 from hf_trak.cli.main import main
+from hf_trak.report.run import AttributionRun
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.scores.tables import score_batch
 
@@ -56,6 +57,17 @@ def test_there_and_back_to_the_bit(home: Path, tmp_path: Path, capsys: pytest.Ca
     one = f"{tmp_path}/tables/checkpoint-1.parquet"
     assert main(["export", one, "--to", f"{tmp_path}/one", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.partition("\n")[2])["checkpoints"] == [1]
+
+
+def test_tables_are_asked_in_place(home: Path, tmp_path: Path) -> None:
+    assert main(["export", f"{home}/trak", "--to", f"{tmp_path}/tables"]) == 0
+    rows = ["--eval_dataset", f"{home}/rows", "--max_eval_samples", "3", "--name", "asked", "--json"]
+    assert main(["attribute", "--output_dir", f"{home}/trak", *rows]) == 0
+    asked = ["attribute", "--index", f"{tmp_path}/tables", "--model", f"{home}/model", "--checkpoints", *given(home)]
+    assert main([*asked, "--output_dir", f"{tmp_path}/work", "--use_cpu", *rows]) == 0
+    runs = [AttributionRun.load(place / "scores/asked") for place in (home / "trak", tmp_path / "work")]
+    assert runs[0].scored.to_dict() == runs[1].scored.to_dict()
+    assert main([*asked, "--scored_by", "ray", "--all_scores", "--output_dir", f"{tmp_path}/work", *rows]) == 1
 
 
 def test_tables_without_columns_need_no_rows(home: Path, tmp_path: Path) -> None:

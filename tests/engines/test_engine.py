@@ -9,13 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from engine_runs import FILES, TOP_K, N, TableIndex, check_answers, damage, table_index
+from engine_runs import FILES, TOP_K, N, Shuffling, TableIndex, check_answers, damage, table_index
 
 from hf_trak.engines import engine as engine_module
 from hf_trak.engines.engine import Engine, LocalEngine, best_rows, gram
 from hf_trak.engines.ray import RayEngine
 from hf_trak.errors import HfTrakError, StoreError
-from hf_trak.store.tables import fragments_of, read_fragment, rows_of
+from hf_trak.store.table_files import fragments_of, read_fragment
+from hf_trak.store.tables import rows_of
 
 Function = Callable[[pa.Table], pa.Table]
 
@@ -25,21 +26,12 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return table_index(tmp_path_factory.mktemp("index"), request.param)
 
 
-class Shuffling:
-    """Applies the function to two parts at a time, from the last, and returns results in pieces of one row."""
-
-    def map(self, function: Function, parts: pa.Table) -> Iterator[pa.Table]:
-        for first in reversed(range(0, parts.num_rows, 2)):
-            found = function(parts.slice(first, 2))
-            yield from (found.slice(row, 1) for row in reversed(range(found.num_rows)))
-
-
 @pytest.mark.parametrize("most", [1024, 2])
 @pytest.mark.parametrize("engine", [LocalEngine(), Shuffling()])
 def test_answers_are_those_of_attribute(
     engine: Engine, most: int, index: TableIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_MOST_PARTS", most)
+    monkeypatch.setattr(engine_module, "MOST_PARTS", most)
     check_answers(engine, index)
 
 

@@ -43,6 +43,13 @@ def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
     check_answers(engine, index)
 
 
+def test_attributors_ask_it_about_tables(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    ready = index.asked(engine, output_dir=str(tmp_path))
+    here = index.asked(output_dir=str(tmp_path / "here"))
+    grams = [one.features.store.read_gram(0) for one in (ready, here)]
+    assert grams[0].matrix.equal(grams[1].matrix)
+
+
 def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_killed(engine, index, tmp_path, kills=2)
 

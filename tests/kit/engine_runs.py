@@ -24,28 +24,52 @@ FILES = 4
 
 @dataclass
 class TableIndex:
-    """Tables in a directory, preconditioned targets, and the best rows `(rows, scores)` from either end."""
+    """Tables in a directory, the model, preconditioned targets, and the best rows `(rows, scores)` from either end."""
 
     directory: Path
+    model: Any
     targets: ScaledRows
     best: dict[bool, tuple[Any, Any]]
+
+    def asked(self, engine: Engine | None = None, tables: Any = None, **options: Any) -> TrakAttributor:
+        """Ask tables about the targets, and compare the answer with that of the shards.
+
+        Args:
+            engine: finds the best rows.
+            tables: the tables; `None` for all of `directory`.
+            options: arguments of `from_pretrained`.
+        """
+        place = str(self.directory if tables is None else tables)
+        options = {"output_dir": str(self.directory.parent / "asked"), "use_cpu": True, **options}
+        attributor = TrakAttributor.from_pretrained(place, self.model, **options)
+        attributor.features.scored_by = engine
+        scored = attributor.attribute(exam(), top_k=TOP_K, method="index")
+        for largest, name in ENDS:
+            assert scored[f"{name}_indices"][:] == self.best[largest][0]
+            assert scored[f"{name}_scores"][:] == self.best[largest][1]
+        return attributor
+
+
+ENDS = ((True, "trak"), (False, "trak_harmful"))
+
+
+def exam() -> Any:
+    """Targets."""
+    return sentences(N + M).select(range(N, N + M))
 
 
 def table_index(place: Path, dtype: str) -> TableIndex:
     """Featurize a tiny model, ask, and divide the table into files, whose names are not in the order of the rows."""
     rows = sentences(N)
     config = TrakConfig(str(place / "trak"), proj_dim=64, use_cpu=True, feature_dtype=dtype, shard_size=SHARD)
-    attributor = TrakAttributor(tiny_bert(), config, rows).featurize()
-    exam = sentences(N + M).select(range(N, N + M))
-    scored = attributor.attribute(exam, top_k=TOP_K)
-    best = {
-        largest: (scored[f"{name}_indices"][:], scored[f"{name}_scores"][:])
-        for largest, name in ((True, "trak"), (False, "trak_harmful"))
-    }
-    targets = attributor.features.precondition(attributor.features.question(exam)).rows[0]
+    model = tiny_bert()
+    attributor = TrakAttributor(model, config, rows).featurize()
+    scored = attributor.attribute(exam(), top_k=TOP_K)
+    best = {largest: (scored[f"{name}_indices"][:], scored[f"{name}_scores"][:]) for largest, name in ENDS}
+    targets = attributor.features.precondition(attributor.features.question(exam())).rows[0]
     whole = write_table(attributor.features.store, 0, place / "whole.parquet", rows.select_columns(["source"]))
     divide(whole, place / "tables")
-    return TableIndex(place / "tables", targets, best)
+    return TableIndex(place / "tables", model, targets, best)
 
 
 def divide(path: Path, directory: Path) -> None:
@@ -81,6 +105,15 @@ def damage(directory: Path) -> Path:
     content[first + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)
     return path
+
+
+class Shuffling:
+    """Applies the function to two parts at a time, from the last, and returns results in pieces of one row."""
+
+    def map(self, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:
+        for first in reversed(range(0, parts.num_rows, 2)):
+            found = function(parts.slice(first, 2))
+            yield from (found.slice(row, 1) for row in reversed(range(found.num_rows)))
 
 
 @dataclass(frozen=True)

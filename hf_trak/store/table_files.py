@@ -1,0 +1,282 @@
+"""Parquet files of features, here or on object storage: what they say of their rows, and their row groups.
+
+A file is named by a path, or by an address of any file system that `fsspec` knows (`s3://…`, `hf://…`, `https://…`).
+Of a file elsewhere, its footer is read, and the row groups and columns that are asked for. See `tables.py` for the
+columns.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub.errors import HTTPError
+
+from hf_trak._compat import class_if_imported
+from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.store.sealed import check_seal, unsealed
+
+ROW_ID, FEATURES, CODES, SCALE, WEIGHT = "row_id", "features", "codes", "scale", "q"
+OWN = (ROW_ID, FEATURES, CODES, SCALE, WEIGHT)
+"""Columns that no column of the training rows may be named like."""
+
+FACTS = b"hf_trak"
+SUFFIX = ".parquet"
+
+_MOST_BYTES = 4 << 30
+"""Bytes of a row group in memory. Files that ask for more are refused before it is read."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A row group of a table: rows `start` to `stop` of the index."""
+
+    path: str
+    row_group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """What the metadata of a table say of its rows.
+
+    Attributes:
+        config: the configuration of the store.
+        checkpoint: the record of the checkpoint: `model_id`, `fingerprint`, …
+        content: hash of the shards of the checkpoint.
+    """
+
+    config: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
+    content: str
+
+    @property
+    def model_id(self) -> int:
+        """Return the id of the checkpoint."""
+        return int(self.checkpoint["model_id"])
+
+
+def is_address(path: str | Path) -> bool:
+    """Tell whether a name is an address of `fsspec`, rather than a path of this machine."""
+    return "://" in str(path)
+
+
+def shown(path: str | Path) -> str:
+    """Return a path for messages; of an address, without user, password and query, which may be secrets."""
+    return re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", str(path)) if is_address(path) else str(path)
+
+
+def table_paths(paths: Sequence[str | Path]) -> list[str]:
+    """List the tables in directories, by name.
+
+    Args:
+        paths (`Sequence[str]` or `Sequence[Path]`):
+            Files, and directories of `.parquet` files, by paths or addresses.
+
+    Returns:
+        `list[str]`: absolute paths and addresses of files.
+
+    Raises:
+        ValueError: there is no file.
+        StoreError: a directory elsewhere cannot be listed.
+    """
+    found = list[str]()
+    for path in paths:
+        if not is_address(path):
+            place = Path(path).absolute()
+            found += map(str, sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place])
+        elif str(path).endswith(SUFFIX):
+            found.append(str(path))
+        else:
+            system, name = _system(path)
+            with _reached(path):
+                names = sorted(one for one in system.ls(name, detail=False) if one.endswith(SUFFIX))
+                found += [system.unstrip_protocol(one) for one in names]
+    if not found:
+        raise ValueError(
+            f"Given the paths {[shown(path) for path in paths]}. Expected tables of a checkpoint. Name them."
+        )
+    return found
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """Open a table.
+
+    Raises:
+        StoreError: it cannot be reached, or is no Parquet file, or damaged in what is read.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_reached(path))
+        source, elsewhere = path, is_address(path)
+        if elsewhere:
+            system, name = _system(path)
+            source = stack.enter_context(system.open(name, "rb", cache_type="none"))
+        yield stack.enter_context(pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=elsewhere))
+
+
+def _system(path: str | Path) -> tuple[Any, str]:
+    """Return the file system of an address, and the name of the file there."""
+    try:
+        system, name = fsspec.core.url_to_fs(str(path))
+    except (ImportError, ValueError) as error:
+        raise not_a_table(path, str(error)) from error
+    return system, name
+
+
+@contextmanager
+def _reached(path: str | Path) -> Iterator[None]:
+    """Turn errors of files, of connections and of Parquet into a `StoreError` that names the table."""
+    try:
+        yield
+    except HfTrakError:
+        raise
+    except (OSError, pa.ArrowException, *_connection_errors()) as error:
+        raise not_a_table(path, str(error) or type(error).__name__) from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of clients that file systems of `fsspec` use, where they are no `OSError`."""
+    clients = (class_if_imported("aiohttp", "ClientError"), class_if_imported("botocore.exceptions", "BotoCoreError"))
+    return (HTTPError, *(one for one in clients if isinstance(one, type)))
+
+
+def fragments_of(paths: Sequence[str | Path]) -> list[Fragment]:
+    """List the row groups of tables that together have each row of a checkpoint once; only their footers are read.
+
+    Args:
+        paths (`Sequence[str]` or `Sequence[Path]`):
+            Files, and directories of `.parquet` files, by paths or addresses. Rows may be divided among them as one
+            likes, in their order.
+
+    Returns:
+        `list[Fragment]`: by row.
+
+    Raises:
+        ValueError: there is no file.
+        ConfigMismatchError: the files come from different stores or checkpoints.
+        IncompleteStoreError: rows are missing, or there twice.
+        StoreError: a file cannot be read, or the rows of a row group do not follow each other.
+    """
+    found = checkpoints_of(paths)
+    if len(found) > 1:
+        raise ConfigMismatchError(
+            f"The tables at {[shown(path) for path in paths][:5]} come from {len(found)} checkpoints: "
+            f"{[facts.model_id for facts, _ in found]}. Expected tables of one checkpoint. Name its files."
+        )
+    return found[0][1]
+
+
+def checkpoints_of(paths: Sequence[str | Path]) -> list[tuple[TableFacts, list[Fragment]]]:
+    """List the row groups of tables of some checkpoints of one store, each with all rows; only footers are read.
+
+    Args:
+        paths: as in [`fragments_of`].
+
+    Returns:
+        `list`: what the tables of each checkpoint say, and its row groups by row; by id of the checkpoint.
+
+    Raises:
+        As [`fragments_of`].
+    """
+    files = table_paths(paths)
+    found: dict[int, tuple[TableFacts, list[Fragment]]] = {}
+    for path in files:
+        with opened(path) as file:
+            facts = facts_of(file, path)
+            first, fragments = found.setdefault(facts.model_id, (facts, []))
+            if facts != first or facts.config != next(iter(found.values()))[0].config:
+                raise ConfigMismatchError(
+                    f"{shown(path)} and {shown(files[0])} come from different stores or checkpoints. Expected tables "
+                    "of one store. Name its files."
+                )
+            fragments += [_fragment(file, path, group) for group in range(file.num_row_groups)]
+    for facts, fragments in found.values():
+        fragments.sort(key=lambda one: one.start)
+        _check_whole(fragments, facts, files)
+    return [found[model_id] for model_id in sorted(found)]
+
+
+def _check_whole(fragments: list[Fragment], facts: TableFacts, files: list[str]) -> None:
+    rows = facts.config.get("train_size")
+    ends = [0, *(one.stop for one in fragments)]
+    for end, start in zip(ends, [*(one.start for one in fragments), rows], strict=True):
+        if end != start:
+            raise IncompleteStoreError(
+                f"After row {end - 1} of {rows}, the {len(files)} tables at {[shown(path) for path in files][:5]} "
+                f"have row {start}. Expected each row once. Name all files of the checkpoint, none of them twice."
+            )
+
+
+def _fragment(file: pq.ParquetFile, path: str, group: int) -> Fragment:
+    part = file.metadata.row_group(group)
+    columns = [part.column(index) for index in range(part.num_columns)]
+    facts = next((column.statistics for column in columns if column.path_in_schema == ROW_ID), None)
+    if facts is None or not facts.has_min_max or facts.max - facts.min + 1 != part.num_rows:
+        raise not_a_table(path, f"`{ROW_ID}` of its row group {group} does not count up. Sort the table by it")
+    own = [column for column in columns if column.path_in_schema.partition(".")[0] in OWN]
+    size = max(sum(column.total_uncompressed_size for column in own), part.num_rows * _row_bytes(file.schema_arrow))
+    if size > _MOST_BYTES:
+        raise not_a_table(
+            path, f"its row group {group} has {size:,} bytes, more than {_MOST_BYTES:,}. Write smaller row groups"
+        )
+    return Fragment(path, group, facts.min, facts.max + 1)
+
+
+def _row_bytes(schema: pa.Schema) -> int:
+    """Return the bytes of the features of a row in memory, as the types of their columns say."""
+    kinds = [schema.field(name).type for name in (FEATURES, CODES) if name in schema.names]
+    lists = [kind for kind in kinds if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)]
+    codes = [kind for kind in kinds if pa.types.is_fixed_size_binary(kind)]
+    return sum(one.list_size * one.value_type.bit_width // 8 for one in lists) + sum(one.byte_width for one in codes)
+
+
+def read_fragment(fragment: Fragment) -> pa.Table:
+    """Read a row group, without the columns of the training rows, after the checksums of its pages were compared.
+
+    Raises:
+        StoreError: the file cannot be read, is damaged, or has other rows there.
+    """
+    with opened(fragment.path) as file:
+        names = [name for name in OWN if name in file.schema_arrow.names]
+        table = file.read_row_group(fragment.row_group, columns=names)
+    if not np.array_equal(table.column(ROW_ID).to_numpy(), np.arange(fragment.start, fragment.stop)):
+        raise not_a_table(
+            fragment.path, f"its row group {fragment.row_group} has not rows {fragment.start} to {fragment.stop - 1}"
+        )
+    return table
+
+
+def facts_of(file: pq.ParquetFile, path: str | Path) -> TableFacts:
+    """Return what the metadata of a file say of its rows, after their checksum was compared.
+
+    Raises:
+        StoreError: they say nothing, or are damaged.
+    """
+    try:
+        content = json.loads((file.schema_arrow.metadata or {})[FACTS])
+        check_seal(content, shown(path), "Write the table again.")
+        facts = unsealed(content)
+        checkpoint = {"model_id": facts["checkpoint"]["model_id"], "fingerprint": facts["checkpoint"]["fingerprint"]}
+        if type(checkpoint["model_id"]) is not int or type(checkpoint["fingerprint"]) is not str:
+            raise TypeError
+        return TableFacts(dict(facts["config"]), dict(facts["checkpoint"]), str(facts["content"]))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise not_a_table(path, "its metadata do not say what the rows were computed from") from error
+
+
+def not_a_table(path: str | Path, problem: str) -> StoreError:
+    """Make the error for a table that cannot be used; `problem` is a clause that says why."""
+    remedy = "Ask again if it was not reached, or write it again." if is_address(path) else "Write the table again."
+    return StoreError(
+        f"{shown(path)} cannot be used: {problem}. Expected a Parquet file as `hf_trak.store.tables.write_table` "
+        f"writes it. {remedy}"
+    )

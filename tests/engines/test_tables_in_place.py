@@ -1,0 +1,166 @@
+"""Tables asked where they are: the bits of `attribute` from shards, from disk and from a server, by any engine."""
+
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+import torch
+from doc_examples import sentences, tiny_bert
+from engine_runs import TOP_K, N, Shuffling, TableIndex, damage, exam, table_index
+from hub_server import Fault, Hub, client, hub
+
+from hf_trak import Exact, Index, TrakAttributor, TrakConfig
+from hf_trak.engines import engine as engine_module
+from hf_trak.engines.engine import Engine, LocalEngine
+from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
+from hf_trak.store.store import FeatureStore
+from hf_trak.store.table_files import fragments_of
+from hf_trak.store.tables import write_table
+
+__all__ = ["client", "hub"]  # fixtures
+
+
+@functools.cache
+def made(dtype: str, place: Path) -> TableIndex:
+    return table_index(place / dtype, dtype)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("index")
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int4"])
+def index(request: pytest.FixtureRequest, place: Path) -> TableIndex:
+    return made(request.param, place)
+
+
+@pytest.mark.parametrize("engine", [None, LocalEngine(), Shuffling()])
+def test_answers_are_those_of_the_shards(engine: Engine | None, index: TableIndex, tmp_path: Path) -> None:
+    ready = index.asked(engine, output_dir=str(tmp_path))
+    found, shards = ready.features.store.read_gram(0), FeatureStore.load(index.directory.parent / "trak").read_gram(0)
+    assert found is not None and shards is not None
+    assert found.matrix.equal(shards.matrix) and found.trace == shards.trace
+    assert not list(tmp_path.rglob("train-*"))
+
+
+@pytest.mark.parametrize("rows", [4, 13, N])
+def test_any_row_groups_do(rows: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a few large parts."""
+    index = made("float32", place)
+    monkeypatch.setattr(engine_module, "MOST_PARTS", 2)
+    path = tmp_path / "index.parquet"
+    pq.write_table(pq.read_table(index.directory.parent / "whole.parquet"), path, row_group_size=rows)
+    assert len(fragments_of([path])) == -(-N // rows)
+    for number, engine in enumerate((None, LocalEngine())):
+        index.asked(engine, path, output_dir=str(tmp_path / str(number)))
+
+
+def test_checkpoints_are_averaged_and_targets_grouped(tmp_path: Path) -> None:
+    rows, model = sentences(N), tiny_bert()
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, feature_dtype="int8", shard_size=16)
+    weights = {2: model.state_dict(), 5: tiny_bert().state_dict()}
+    first = TrakAttributor(model, config, rows).featurize(weights)
+    (tmp_path / "tables").mkdir()
+    for model_id in weights:
+        write_table(first.features.store, model_id, tmp_path / f"tables/{model_id}.parquet")
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "asked"), "use_cpu": True, "checkpoints": weights}
+    ready = TrakAttributor.from_pretrained(str(tmp_path / "tables"), model, **options)
+    assert ready.features.store.model_ids == [2, 5]
+    ready.features.scored_by = Shuffling()
+    for group_by in (None, "label"):
+        expected = first.attribute(exam(), top_k=N + 1, group_by=group_by, checkpoints=weights)
+        found = ready.attribute(exam(), top_k=N + 1, group_by=group_by)
+        assert found.to_dict() == expected.to_dict()
+    one = TrakAttributor.from_pretrained(str(tmp_path / "tables/5.parquet"), tiny_bert(), **options | {
+        "output_dir": str(tmp_path / "one"), "checkpoints": {5: weights[5]}
+    })  # fmt: skip
+    expected = first.attribute(exam(), top_k=3, checkpoints={5: weights[5]})
+    assert one.attribute(exam(), top_k=3)["trak_scores"][:] == expected["trak_scores"][:]
+
+
+def test_an_engine_does_what_it_can_or_nothing(place: Path, tmp_path: Path) -> None:
+    index = made("int4", place)
+    ready = index.asked(LocalEngine(), output_dir=str(tmp_path))
+    for options in ({"top_k": None}, {"per": "train"}, {"method": Exact()}, {"method": Index(first_pass_bytes=8)}):
+        with pytest.raises(ValueError, match=r"`features\.scored_by` is LocalEngine, and"):
+            ready.attribute(exam(), **options)
+    ready.features.scored_by = None
+    scored = ready.attribute(exam(), top_k=TOP_K, method=Index(first_pass_bytes=32, candidates=N))
+    assert scored["trak_scores"][:] == index.best[True][1]
+    assert len(ready.attribute(exam(), top_k=None)["trak_scores"][0]) == N
+
+
+def test_other_models_and_other_directories_are_refused(place: Path, tmp_path: Path) -> None:
+    index = made("int4", place)
+    tables = str(index.directory)
+    torch.manual_seed(7)
+    with pytest.raises(HfTrakError, match="Expected one of those: the very weights"):
+        TrakAttributor.from_pretrained(tables, tiny_bert(), output_dir=str(tmp_path))
+    with pytest.raises(ConfigMismatchError, match="another configuration"):
+        TrakAttributor.from_pretrained(
+            tables, index.model, output_dir=str(made("float32", place).directory.parent / "trak")
+        )
+    with pytest.raises(ValueError, match="Expected `model=`"):
+        TrakAttributor.from_pretrained(tables, output_dir=str(tmp_path))
+    index.asked(output_dir=str(index.directory.parent / "trak"))  # the directory of the run itself
+    shutil.copytree(index.directory, tmp_path / "bad")
+    path = damage(tmp_path / "bad")
+    for engine in (None, LocalEngine()):
+        with pytest.raises(StoreError, match=f"{path} cannot be used"):
+            index.asked(engine, path.parent, output_dir=str(tmp_path / "work"))
+
+
+@pytest.fixture
+def served(hub: Hub, client: Path, place: Path) -> Iterator[tuple[TableIndex, str]]:
+    """Tables of codes in a dataset repo on this machine, whose file system has nothing in its caches."""
+    index = made("int4", place)
+    hub.put("dataset", "me/tables", {f"int4/{path.name}": path.read_bytes() for path in index.directory.iterdir()})
+    fsspec.get_filesystem_class("hf").clear_instance_cache()
+    yield index, "hf://datasets/me/tables/int4"
+    fsspec.get_filesystem_class("hf").clear_instance_cache()
+
+
+@pytest.mark.parametrize("engine", [None, LocalEngine()])
+def test_a_server_has_the_same_tables(engine: Engine | None, served: tuple[TableIndex, str], tmp_path: Path) -> None:
+    index, address = served
+    ready = index.asked(engine, address, output_dir=str(tmp_path))
+    assert ready.features.store.output_dir == tmp_path
+
+
+FAULTS: dict[str, tuple[Fault, bool]] = {
+    "fails for a while": (Fault("GET", r"\.parquet", 503, times=3), True),
+    "throttles": (Fault("GET", r"\.parquet", 429, times=2, skip=4), True),
+    "fails": (Fault("GET", r"\.parquet", 503, skip=6), False),
+    "refuses": (Fault("GET", r"2\.parquet", 403, skip=3), False),
+    "sends half of what it says": (Fault("GET", r"\.parquet", "half", skip=9), False),
+    "hangs up halfway": (Fault("GET", r"\.parquet", "drop", skip=9), False),
+    "changes a bit": (Fault("GET", r"\.parquet", "flip", skip=9), False),
+    "cannot list": (Fault("GET", r"/tree/", 500), False),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_failing_server_changes_no_bit(case: str, hub: Hub, served: tuple[TableIndex, str], tmp_path: Path) -> None:
+    index, address = served
+    fault, recovers = FAULTS[case]
+    hub.faults.append(fault)
+    if recovers:
+        index.asked(None, address, output_dir=str(tmp_path))
+        return
+    with pytest.raises(HfTrakError, match=r"hf://datasets/me/tables.* cannot be used"):
+        index.asked(None, address, output_dir=str(tmp_path))
+    hub.faults.clear()
+    index.asked(None, address, output_dir=str(tmp_path))
+
+
+def test_secrets_of_an_address_are_not_shown() -> None:
+    with pytest.raises(StoreError) as found:
+        fragments_of(["nosuch://user:word@host/index.parquet?signature=abc#d"])
+    assert "nosuch://host/index.parquet cannot be used" in str(found.value)
+    assert not {"word", "abc"} & set(str(found.value).replace("=", " ").replace(":", " ").split())
