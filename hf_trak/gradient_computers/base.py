@@ -349,7 +349,8 @@ def model_output(task: BatchedModelOutput, model: torch.nn.Module, batch: Batch,
     Raises:
         ValueError: the task did not return one value per sample.
     """
-    return one_per_sample(task.output(run_model(task, model, batch), batch, side), batch_size_of(batch), task)
+    values = task.output(run_model(task, model, batch), batch, side)
+    return one_per_sample(values, SplitBatch.of(batch).size, task)
 
 
 def gradients_of(f: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
