@@ -175,7 +175,7 @@ def test_empirical_labels(tmp_path: Path) -> None:
 
 def test_targets_do_not_depend_on_their_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together, in files of two, and alone: float32, a few steps, in which rounding grows."""
-    question = Question()
+    question = Question(n=30)
     refinement = Refinement(steps=8, tolerance=0.0, damping=1.0)
     together = question.scores(tmp_path / "together", refinement)
     numel = sum(one.numel() for one in question.model.parameters())

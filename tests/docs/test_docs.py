@@ -123,6 +123,7 @@ def test_the_front_page_has_the_example_of_the_readme() -> None:
     assert tables[0][:10] == tables[1][:10]
 
 
+@pytest.mark.slow
 def test_quickstart(place: Path) -> None:
     tokenizer = word_tokenizer()
     namespace = {
@@ -251,6 +252,7 @@ def test_tasks(place: Path) -> None:
     assert np.isfinite(weighted["trak_scores"][:]).all()
 
 
+@pytest.mark.slow
 def test_language_models(place: Path) -> None:
     tokenizer = word_tokenizer()
     rows = documents(tokenizer, 6)
@@ -306,6 +308,7 @@ def denoising() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_images(place: Path) -> None:
     trl = pytest.importorskip("trl")
     rows, model = conversations(6), vlm("qwen2_vl")

@@ -216,7 +216,7 @@ def disassembler() -> str | None:
 
 
 @pytest.mark.parametrize(
-    "arch", [pytest.param(arch, marks=[] if arch in ("75", "90a") else pytest.mark.slow) for arch in ARCHITECTURES]
+    "arch", [pytest.param(arch, marks=[] if arch == "90a" else pytest.mark.slow) for arch in ARCHITECTURES]
 )
 def test_products_are_rounded_before_they_are_added(arch, tmp_path):
     """The compiler may make one instruction of a product and a sum, which rounds once; this kernel has none."""

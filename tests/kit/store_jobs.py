@@ -235,12 +235,12 @@ def _first(row: dict[str, Any]) -> dict[str, Any]:
     return {"first": row["trak_scores"][0]}
 
 
-def attribute_often(directory: Path, seed: int, calls: int) -> dict[str, Any]:
-    """Many results of combinations in a random order, each looked at when later ones have been written: as it is,
-    pickled, and now and then read by other processes (`num_proc`)."""
+def attribute_often(directory: Path, seed: int, calls: int, step: int) -> dict[str, Any]:
+    """Many results of every `step`-th combination in a random order, each looked at when later ones have been written:
+    as it is, pickled, and now and then read by other processes (`num_proc`)."""
     import pickle
 
-    order = np.random.default_rng(seed).integers(COMBINATIONS, size=calls).tolist()
+    order = np.random.default_rng(seed).choice(range(0, COMBINATIONS, step), size=calls).tolist()
     kept: list[tuple[int, Dataset]] = []
     found: list[tuple[int, str]] = []
 
@@ -260,9 +260,9 @@ def attribute_often(directory: Path, seed: int, calls: int) -> dict[str, Any]:
     return {"found": found}
 
 
-def every_combination(directory: Path) -> dict[str, Any]:
+def every_combination(directory: Path, step: int) -> dict[str, Any]:
     make(directory).featurize(models(2))
-    return {"numbers": [numbers(attributed(directory, index)) for index in range(COMBINATIONS)]}
+    return {"numbers": [numbers(attributed(directory, index)) for index in range(0, COMBINATIONS, step)]}
 
 
 def convert_and_die(directory: Path, step: int) -> dict[str, Any]:

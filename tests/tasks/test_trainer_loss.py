@@ -221,8 +221,13 @@ def features(own: TrakAttributor) -> Tensor:
     return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
 
 
-@pytest.mark.parametrize("task", [None, "loss"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "task"),
+    [
+        *((case, None) for case in CASES),
+        *(pytest.param(case, "loss", marks=[] if case == "weighted" else pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_features_are_the_gradients_of_minus_the_trainers_loss(case: str, task: Any, tmp_path: Path) -> None:
     trainer = CASES[case](tmp_path)
     expected = torch.stack([alone(trainer, row) for row in range(len(trainer.train_dataset))])
