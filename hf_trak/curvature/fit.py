@@ -208,17 +208,14 @@ class CurvatureFit:
             return
         together = self._together(blocks) if self.source.sharded else None
         mine = missing if together else [missing[i] for i in self.processes.share(len(missing))]
-        main = self.processes.is_main_process
         rows = sum(len(parts[part]) for part in mine)
         with (
             self.processes.all_or_none(),
             self.source.together(),
-            RowProgress(
+            RowProgress.over(
+                self.processes,
                 rows // self.processes.num_processes if together else rows,
                 f"{self.plan.description}, {stage}",
-                processes=self.processes.num_processes,
-                show=main,
-                announce=main,
             ) as progress,
         ):
             for part in mine:

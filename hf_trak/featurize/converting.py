@@ -239,13 +239,7 @@ def _convert_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
     with (
         processes.all_or_none(),
         log_on_interrupt(lambda: _progress(new, what)),
-        RowProgress(
-            sum(len(new.plan.rows(index)) for index in mine),
-            what,
-            processes=processes.num_processes,
-            show=processes.is_main_process,
-            announce=processes.is_main_process,
-        ) as progress,
+        RowProgress.over(processes, sum(len(new.plan.rows(index)) for index in mine), what) as progress,
     ):
         for index in mine:
             shard = old.read(index, mapped=False)

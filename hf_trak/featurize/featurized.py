@@ -16,8 +16,18 @@ from torch.utils.data import DataLoader, Subset
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
+from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.drawn_rows import RowDraws
-from hf_trak.data.rows import Collator, RowBatches, checked_collator, default_collator, row_count, rows_of_loader
+from hf_trak.data.images import ImageTokens
+from hf_trak.data.rows import (
+    Collator,
+    RowBatches,
+    checked_collator,
+    default_collator,
+    forward_columns,
+    row_count,
+    rows_of_loader,
+)
 from hf_trak.engines.engine import Engine
 from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.definition import (
@@ -33,7 +43,6 @@ from hf_trak.featurize.definition import (
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
 from hf_trak.featurize.featurizer import Featurizer, StoredRows
 from hf_trak.featurize.question import Question, targets_name
-from hf_trak.featurize.row_features import row_batches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.identity.row_digest import fingerprint_dataset
@@ -238,7 +247,7 @@ class FeaturizedModel:
         Raises:
             ValueError: it is not the same each time, even with the same seeds.
         """
-        return collation_of_rows(self._row_batches(dataset, side))
+        return collation_of_rows(self.row_batches(dataset, side))
 
     def _settings(self) -> dict[str, Any]:
         return feature_settings(
@@ -276,23 +285,27 @@ class FeaturizedModel:
         Raises:
             HfTrakError: the rows come at random, and are drawn more than once.
         """
-        if self.row_draws.count > 1 and self._row_batches(dataset, "train").drawn:
+        if self.row_draws.count > 1 and self.row_batches(dataset, "train").drawn:
             raise HfTrakError(
                 f"`num_draws` is {self.row_draws.count}, and rows come at random. {reason} Use another output "
                 "directory with `num_draws=1`."
             )
 
-    def _row_batches(self, dataset: Any, side: Side) -> RowBatches:
-        return row_batches(
-            self.model,
-            self.task,
-            self.data_collator,
+    def row_batches(self, dataset: Any, side: Side, task: AbstractModelOutput | None = None) -> RowBatches:
+        """Collate rows of a dataset, on one side, as the model and a task, by default its own, get them."""
+        task = self.task if task is None else task
+        columns = [*forward_columns(self.model, self.args.label_names), *task.batch_columns]
+        return RowBatches(
             dataset,
-            self.args,
-            self.device,
-            self.row_draws,
-            side,
-            self.num_workers,
+            task.collator(self.data_collator),
+            columns=columns if self.args.remove_unused_columns else None,
+            device=self.device,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            limits=BatchLimits.of(self.model),
+            draws=self.row_draws,
+            side=side,
+            images=ImageTokens.of(self.model),
         )
 
     def featurizer(
@@ -308,16 +321,14 @@ class FeaturizedModel:
             self.model,
             self.task if task is None else task,
             self.projector() if projector is None else projector,
-            self.data_collator,
+            self.row_batches,
             self.train_dataset,
             self.args,
             self.processes,
             self.device,
             self.store,
-            self._lockstep,
-            row_draws=self.row_draws,
-            batch_done=self.batch_done,
-            num_workers=self.num_workers,
+            self._lockstep or Lockstep(self.processes),
+            self.batch_done,
         )
 
     def estimate(

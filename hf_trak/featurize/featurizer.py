@@ -170,11 +170,18 @@ class Featurizer(RowFeatures):
         todo = self.processes.broadcast_from_main(lambda: [index for index in wanted if not shards.is_written(index)])
         mine = [todo[i] for i in self.division.share(len(todo))]
         if self.sharded and todo:
-            self._prepare_together(model_id)
+            # One process writes what the task keeps in the store, which all compute with the sharded model.
+            self.prepare_task(model_id, self.args.batch_size)
+            self.processes.wait_for_everyone()
+
+        def fill(batch_size: int, computer: AutoGradientComputer | ShardedGradientComputer | None = None) -> None:
+            left = mine if self.sharded else [index for index in mine if not shards.is_written(index)]
+            self._fill(left, shards, dataset, model_id, side, description, batch_size, stored, computer)
+
         with self.processes.all_or_none():
             if mine or (self.sharded and todo):
                 with log_on_interrupt(lambda: _progress(shards, wanted, description)):
-                    self._fill_what_fits(mine, shards, dataset, model_id, side, description, stored)
+                    self._fill_what_fits(fill, dataset, side)
         self.processes.broadcast_from_main(lambda: self._check_filled(shards, wanted, description))
 
     def _check_filled(self, shards: ShardSet, wanted: range, description: str) -> None:
@@ -190,48 +197,25 @@ class Featurizer(RowFeatures):
                 )
             time.sleep(0.5)
 
-    def _fill_what_fits(
-        self,
-        mine: Sequence[int],
-        shards: ShardSet,
-        dataset: Any,
-        model_id: int,
-        side: Side,
-        description: str,
-        stored: StoredRows | None,
-    ) -> None:
+    def _fill_what_fits(self, fill: Callable[..., None], dataset: Any, side: Side) -> None:
+        """Fill shards with batches of the size that is set or found.
+
+        With a model that is divided over processes, there are as many passes in each as in the others.
+        """
+        auto = self.args.per_device_batch_size == "auto"
         if self.sharded:
-            self._fill_together(mine, shards, dataset, model_id, side, description, stored)
-            return
-
-        def fill(batch_size: int) -> None:
-            left = [index for index in mine if not shards.is_written(index)]
-            self._fill(left, shards, dataset, model_id, side, description, batch_size, stored)
-
-        if self.args.per_device_batch_size == "auto":
+            if auto:
+                raise ValueError(
+                    "`per_device_batch_size` is 'auto', for a model that is divided over processes. Expected a number "
+                    "of rows, since memory may run out in one process while the others wait for it. Set one."
+                )
+            computer = self.computer()
+            with self.together(computer, dataset, side):
+                fill(self.args.batch_size, computer)
+        elif auto:
             BatchSizeFinder(self.args.batch_size, self.store.output_dir).run(fill)
         else:
             fill(self.args.batch_size)
-
-    def _fill_together(
-        self,
-        mine: Sequence[int],
-        shards: ShardSet,
-        dataset: Any,
-        model_id: int,
-        side: Side,
-        description: str,
-        stored: StoredRows | None,
-    ) -> None:
-        """Compute shards with a model that is divided over processes, as many passes in each as in the others."""
-        if self.args.per_device_batch_size == "auto":
-            raise ValueError(
-                "`per_device_batch_size` is 'auto', for a model that is divided over processes. Expected a number of "
-                "rows, since memory may run out in one process while the others wait for it. Set one."
-            )
-        computer = self.computer()
-        with self.together(computer, dataset, side):
-            self._fill(mine, shards, dataset, model_id, side, description, self.args.batch_size, stored, computer)
 
     def together(self, computer: AbstractGradientComputer, dataset: Any, side: Side) -> AbstractContextManager[None]:
         """Return a context in which processes that hold a sharded model may have different numbers of batches.
@@ -254,11 +238,6 @@ class Featurizer(RowFeatures):
 
         return self.lockstep.region(accompany)
 
-    def _prepare_together(self, model_id: int) -> None:
-        """Let one process write what the task keeps in the store, which all compute with the sharded model."""
-        self.prepare_task(model_id, self.args.batch_size)
-        self.processes.wait_for_everyone()
-
     def _fill(
         self,
         indices: Sequence[int],
@@ -280,16 +259,9 @@ class Featurizer(RowFeatures):
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
         cuts = [cut for rows in ranges for cut in batches.cuts(rows, batch_size)]
         stream = batches.iterate(cuts, batches.draws)
-        main = self.processes.is_main_process
         total, written = sum(map(len, ranges)), list[Path]()
         late = LateChecks(total)
-        with RowProgress(
-            total,
-            description,
-            processes=self.processes.num_processes,
-            show=main,
-            announce=main,
-        ) as progress:
+        with RowProgress.over(self.processes, total, description) as progress:
             for index, shard_rows in zip(indices, ranges, strict=True):
                 # Project the shard batch by batch.
                 grads = torch.empty(len(shard_rows), self.projector.proj_dim)

@@ -184,15 +184,13 @@ class TargetRefinement:
         rows = chunk.gradients.plan.rows(chunk.index)
         missing = processes.broadcast_from_main(lambda: chunk.missing(len(self.parts)))
         mine = [missing[i] for i in processes.share(len(missing))]
-        main = processes.is_main_process
         with (
             processes.all_or_none(),
-            RowProgress(
+            RowProgress.over(
+                processes,
                 sum(len(self.parts[part]) for part in mine),
                 f"{what}, refining targets {rows.start} to {rows.stop - 1}, step {chunk.step + 1}",
-                processes=processes.num_processes,
-                show=main,
-                announce=main and chunk.step == 0,
+                announce=chunk.step == 0,
             ) as progress,
         ):
             directions = chunk.directions() if mine else torch.empty(0)

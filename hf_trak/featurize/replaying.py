@@ -188,15 +188,8 @@ class ReplayScores(ExactScores):
         )  # fmt: skip
         todo = model.processes.broadcast_from_main(shards.unwritten)
         mine = [todo[i] for i in model.processes.share(len(todo))]
-        main = model.processes.is_main_process
-        with (
-            model.processes.all_or_none(),
-            RowProgress(
-                sum(len(parts[index]) for index in mine),
-                f"gradients of the training rows, checkpoint {model_id}",
-                processes=model.processes.num_processes, show=main, announce=main,
-            ) as progress,
-        ):  # fmt: skip
+        count, what = sum(len(parts[index]) for index in mine), f"gradients of the training rows, checkpoint {model_id}"
+        with model.processes.all_or_none(), RowProgress.over(model.processes, count, what) as progress:
             for index in mine:
                 shards.write(index, *self._summed(parts[index], model_id, progress))
         model.processes.wait_for_everyone()
@@ -241,9 +234,7 @@ class ReplayScores(ExactScores):
         weights = torch.cat([parameters[slot.name].detach().flatten().float() for slot in model.layout.slots])
         drawn = list(rows_of_products(n, method.rows, steps, self.args.seed))
         featurizer = model.featurizer(self.train_task)
-        with RowProgress(
-            sum(map(len, drawn)), what, processes=model.processes.num_processes, show=model.processes.is_main_process
-        ) as progress:
+        with RowProgress.over(model.processes, sum(map(len, drawn)), what) as progress:
             multiply = self._curvature(featurizer, drawn, model_id, progress)
             found, growth = walked_back(
                 gradients, weights, moments, self.run, lambda gamma: factor * multiply(gamma), method.steps

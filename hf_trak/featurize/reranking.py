@@ -313,15 +313,9 @@ class _Shortlist:
     def _shown(self, blocks: Iterator[ScoreBlock], description: str) -> Iterator[ScoreBlock]:
         """Show the progress of a pass over the features."""
         store, processes = self._model.store, self._model.processes
-        plan, main = store.train(store.model_ids[0]).plan, processes.is_main_process
+        plan = store.train(store.model_ids[0]).plan
         rows = sum(len(plan.rows(index)) for index in processes.share(len(plan)))
-        with RowProgress(
-            rows,
-            description,
-            processes=processes.num_processes,
-            show=main,
-            announce=main,
-        ) as progress:
+        with RowProgress.over(processes, rows, description) as progress:
             for start, stop, block in blocks:
                 yield start, stop, block
                 progress.update(stop - start)

@@ -1,6 +1,7 @@
 """From rows to their features, for one set of weights: batches, engine, projection, and means over draws."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +10,7 @@ from transformers.utils.generic import find_labels
 
 from hf_trak.config import TrakConfig
 from hf_trak.curvature.maps import GradientMap, MapSink
-from hf_trak.data.batch_limits import BatchLimits
-from hf_trak.data.drawn_rows import RowDraws
-from hf_trak.data.images import ImageTokens
-from hf_trak.data.rows import Collator, RowBatches, batch_rows, forward_columns
+from hf_trak.data.rows import RowBatches, batch_rows
 from hf_trak.errors import NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientComputer, make_gradient_computer
 from hf_trak.gradient_computers.base import SplitBatch
@@ -112,55 +110,39 @@ class LateChecks:
         return chosen
 
 
+@dataclass(eq=False, repr=False)
 class RowFeatures:
-    """Compute projected per-sample gradients of rows with a model as it is now."""
+    """Compute projected per-sample gradients of rows with a model as it is now.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        task: AbstractModelOutput,
-        projector: BlockProjector | GradientMap,
-        collator: Collator,
-        train_dataset: Any,
-        args: TrakConfig,
-        processes: Processes,
-        device: torch.device,
-        store: FeatureStore,
-        lockstep: Lockstep | None = None,
-        *,
-        row_draws: RowDraws | None = None,
-        batch_done: Callable[[], None] = lambda: None,
-        num_workers: int = 0,
-    ) -> None:
-        """
-        Args:
-            model: in eval mode, with the weights of the checkpoint.
-            task: the model output function.
-            projector: R, of size P × k, or another linear map of gradients.
-            collator: turns rows into a batch of as many samples.
-            train_dataset: the training rows, from which a task may take references (CLIP: simulated negatives).
-            args: the configuration.
-            processes: the processes among which shards are divided.
-            device: where batches go.
-            store: where a task's references are kept beside the features.
-            lockstep: keeps processes that hold a sharded model at the same pass.
-            row_draws: how rows are drawn that come at random; by default they are taken as they come.
-            batch_done: called after every batch.
-            num_workers: number of processes that load rows.
-        """
-        self.model = model
-        self.task = task
-        self.projector = projector
-        self.collator = collator
-        self.train_dataset = train_dataset
-        self.args = args
-        self.processes = processes
-        self.device = device
-        self.store = store
-        self.row_draws, self.batch_done, self.num_workers = row_draws, batch_done, num_workers
-        self.lockstep = lockstep or Lockstep(processes)
+    Attributes:
+        model: in eval mode, with the weights of the checkpoint.
+        task: the model output function.
+        projector: R, of size P × k, or another linear map of gradients.
+        rows: collates rows of a dataset, on one side, as the model and a task get them.
+        train_dataset: the training rows, from which a task may take references (CLIP: simulated negatives).
+        args: the configuration.
+        processes: the processes among which shards are divided.
+        device: where batches go.
+        store: where a task's references are kept beside the features.
+        lockstep: keeps processes that hold a sharded model at the same pass.
+        batch_done: called after every batch.
+    """
+
+    model: torch.nn.Module
+    task: AbstractModelOutput
+    projector: BlockProjector | GradientMap
+    rows: Callable[[Any, Side, AbstractModelOutput], RowBatches]
+    train_dataset: Any
+    args: TrakConfig
+    processes: Processes
+    device: torch.device
+    store: FeatureStore
+    lockstep: Lockstep
+    batch_done: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.division = self.lockstep.division
-        self.sharded = is_sharded(model)
+        self.sharded = is_sharded(self.model)
 
     def computer(self) -> AutoGradientComputer | ShardedGradientComputer:
         """Make the engine that the configuration asks for.
@@ -168,35 +150,21 @@ class RowFeatures:
         Raises:
             ValueError: it asks for one that does not work on a model that is divided over processes.
         """
+        options: dict[str, Any] = {"device": self.device, "grad_wrt": self.args.grad_wrt}
         if self.sharded:
             if self.args.engine not in ("auto", "hooked"):
                 raise ValueError(
                     f"`engine` is {self.args.engine!r}, for a model that is divided over processes. Expected 'auto' "
                     "or 'hooked', since other engines need all parameters at once."
                 )
-            made = ShardedGradientComputer(
-                self.model,
-                self.task,
-                self.lockstep,
-                device=self.device,
-                grad_wrt=self.args.grad_wrt,
-            )
+            made = ShardedGradientComputer(self.model, self.task, self.lockstep, **options)
             made.gathers = isinstance(self.projector, GradientMap) and self.projector.by_owner
             return made
-        return make_gradient_computer(
-            self.args.engine,
-            self.model,
-            self.task,
-            grad_wrt=self.args.grad_wrt,
-            device=self.device,
-        )
+        return make_gradient_computer(self.args.engine, self.model, self.task, **options)
 
     def batches(self, dataset: Any, side: Side = "train") -> RowBatches:
         """Collate rows of a dataset, on one side, as the model and the task get them."""
-        return row_batches(
-            self.model, self.task, self.collator, dataset, self.args, self.device, self.row_draws, side,
-            self.num_workers,
-        )  # fmt: skip
+        return self.rows(dataset, side, self.task)
 
     def prepare_task(self, model_id: int, batch_size: int) -> None:
         """Give the task what it has to know about this checkpoint (CLIP: simulated negatives).
@@ -326,48 +294,6 @@ class RowFeatures:
             made = [*map(cast, batch[:-1]), *batch[-1:]]
             return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
         return batch
-
-
-def row_batches(
-    model: torch.nn.Module,
-    task: AbstractModelOutput,
-    collator: Collator,
-    dataset: Any,
-    args: TrakConfig,
-    device: torch.device,
-    draws: RowDraws | None = None,
-    side: Side = "train",
-    num_workers: int = 0,
-) -> RowBatches:
-    """Collate rows of a dataset as a model and a task get them.
-
-    Only columns that model or task take are kept. Batches are compared with what the model can take before they go to
-    the device.
-
-    Args:
-        model: the model.
-        task: the model output function.
-        collator: turns rows into a batch.
-        dataset: the rows.
-        args: the configuration.
-        device: where batches go.
-        draws: how rows are drawn that come at random; by default they are taken as they come.
-        side: whether they are training examples or targets.
-        num_workers: number of processes that load rows.
-    """
-    columns = [*forward_columns(model, args.label_names), *task.batch_columns]
-    return RowBatches(
-        dataset,
-        task.collator(collator),
-        columns=columns if args.remove_unused_columns else None,
-        device=device,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        limits=BatchLimits.of(model),
-        draws=draws,
-        side=side,
-        images=ImageTokens.of(model),
-    )
 
 
 class _SamplePerRow:

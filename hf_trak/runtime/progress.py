@@ -15,6 +15,8 @@ from datasets import disable_progress_bars, enable_progress_bars
 from datasets.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
+from hf_trak.runtime.processes import Processes
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +48,19 @@ class RowProgress:
     show: bool = True
     announce: bool = True
     clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def over(cls, processes: Processes, rows: int, description: str, announce: bool = True) -> "RowProgress":
+        """Count rows of a pass that the processes divide, shown by the main one.
+
+        Args:
+            processes: the processes.
+            rows: number of rows that this process has to do.
+            description: text before the bar.
+            announce: whether to log the estimate.
+        """
+        main = processes.is_main_process
+        return cls(rows, description, processes=processes.num_processes, show=main, announce=main and announce)
 
     def __post_init__(self) -> None:
         hidden = not self.show or are_progress_bars_disabled()
