@@ -22,7 +22,7 @@ FILE_PACKAGES = ("store", "traker/savers", "report/run", "hub", "evaluation/bank
 
 LATER = (
     "trajectory", "featurize/calibrat", "featurize/replaying", "featurize/run_replaying",
-    "evaluation/review", "evaluation/replay_check", "modelout_functions/trainer_",
+    "evaluation/review", "modelout_functions/trainer_",
 )  # fmt: skip
 """Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, and the
 loss of a trainer."""

@@ -22,7 +22,7 @@ from hf_trak.data.reference_log_probs import with_references
 from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
-from hf_trak.evaluation.replay_check import ReplayCheck, check_by_retraining
+from hf_trak.evaluation.retraining import ReplayCheck, check_by_retraining
 from hf_trak.evaluation.review import class_column, doubted_labels, review_table
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
@@ -30,7 +30,7 @@ from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.calibrating import calibrate
 from hf_trak.featurize.calibration import Calibration, named
-from hf_trak.featurize.choosing import choose
+from hf_trak.featurize.choosing import Recommendation, choose, recommend
 from hf_trak.featurize.converting import converted
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.estimation import Estimate
@@ -44,7 +44,6 @@ from hf_trak.featurize.fidelity import (
 )
 from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.question import Question
-from hf_trak.featurize.recommending import Recommendation, recommend
 from hf_trak.featurize.revising import revise
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.featurize.search import SearchIndex, build_search
@@ -706,7 +705,7 @@ class TrakAttributor:
                 The share of the training rows to leave out.
 
         Returns:
-            [`~hf_trak.evaluation.replay_check.ReplayCheck`]: predicted and measured changes, R² and rank correlation,
+            [`~hf_trak.evaluation.retraining.ReplayCheck`]: predicted and measured changes, R² and rank correlation,
             which the report of these scores has, too.
 
         Raises:
@@ -1137,7 +1136,7 @@ class TrakAttributor:
                 The targets, or their number.
 
         Returns:
-            [`~hf_trak.featurize.recommending.Recommendation`]: three rows and the calls to copy; `print` shows them.
+            [`~hf_trak.featurize.choosing.Recommendation`]: three rows and the calls to copy; `print` shows them.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.

@@ -23,7 +23,7 @@ import torch
 from hf_trak.data.rows import row_count
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.evaluation.intervals import Result
-from hf_trak.evaluation.trial_steps import Similarity, SimilarRows, TrialSteps, learning_rate
+from hf_trak.evaluation.trial_steps import Similarity, TrialSteps, learning_rate, most_similar
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -246,7 +246,11 @@ def verify_rows(
     at_hand = rows_at_hand(model, looked_at)
 
     def measured() -> list[dict[str, Any]]:
-        return [_measured(model, one, sources, at_hand, target, found, sets, wanted, candidates) for one in ids]
+        made = []
+        for model_id in ids:
+            with trial_steps(model, model_id, sources, at_hand, target) as steps:
+                made.append(_measured(steps, {"found": found, **sets}, wanted, candidates))
+        return made
 
     return PatchResult.of(n, found, model.processes.broadcast_from_main(measured), ids, similar, len(candidates))
 
@@ -319,33 +323,21 @@ def drawn(rng: np.random.Generator, rows: np.ndarray, count: int) -> list[int]:
 
 
 def _measured(
-    model: FeaturizedModel,
-    model_id: int,
-    sources: Mapping[int, Checkpoint | None],
-    rows: Any,
-    target: Any,
-    found: Sequence[int],
-    sets: Mapping[str, Sequence[int]],
-    similar: Similarity | None,
-    candidates: Sequence[int],
+    steps: TrialSteps, sets: dict[str, Sequence[int]], similar: Similarity | None, candidates: Sequence[int]
 ) -> dict[str, Any]:
     """Compute the changes of the target's output under one checkpoint, by set of rows, as plain JSON."""
-    every = {"found": found, **sets}
-    with trial_steps(model, model_id, sources, rows, target) as steps:
-        size = model.args.batch_size
-        if similar is not None:
-            looked = SimilarRows(steps.featurizer, steps.prepared, rows, target, size)
-            every["similar"] = looked.most_similar(similar, candidates, len(found))
-        rate = learning_rate(steps, [steps.direction(one) for one in (found, every["random 0"])])
-        changes = {name: float(steps.change(steps.direction(one), rate)[0]) for name, one in every.items()}
-        return {
-            "output": float(steps.start_output[0]),
-            "changes": changes,
-            "half": float(steps.change(steps.direction(found), rate / 2)[0]),
-            "rate": rate,
-            "rounding": steps.rounding,
-            "similar_rows": list(every.get("similar", ())),
-        }
+    found = sets["found"]
+    if similar is not None:
+        sets["similar"] = most_similar(steps, similar, candidates, len(found))
+    rate = learning_rate(steps, [steps.direction(sets[name]) for name in ("found", "random 0")])
+    return {
+        "output": float(steps.start_output[0]),
+        "changes": {name: float(steps.change(steps.direction(one), rate)[0]) for name, one in sets.items()},
+        "half": float(steps.change(steps.direction(found), rate / 2)[0]),
+        "rate": rate,
+        "rounding": steps.rounding,
+        "similar_rows": list(sets.get("similar", ())),
+    }
 
 
 @contextmanager
@@ -367,8 +359,7 @@ def trial_steps(
         train_task = ExactScores(model).train_task
         train_task.bind(model.model)
         assert isinstance(train_task, BatchedModelOutput)
-        names, size = model.layout.names, model.args.batch_size
-        with TrialSteps(featurizer, train_task, rows, targets, names, size).opened() as steps:
+        with TrialSteps(featurizer, train_task, rows, targets, model.layout.names).opened() as steps:
             yield steps
 
 

@@ -1,6 +1,6 @@
 """Small steps of plain gradient descent on chosen rows, from weights that are put back to the bit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_trak.data.rows import RowBatches
+from hf_trak.data.rows import RowBatches, batch_rows
 from hf_trak.data.shared_words import WordIndex
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize.featurizer import Featurizer
@@ -40,7 +40,6 @@ class TrialSteps:
         rows: Any,
         targets: Any,
         names: Sequence[str],
-        batch_size: int,
     ) -> None:
         """
         Args:
@@ -49,18 +48,16 @@ class TrialSteps:
             rows: the training rows, by their numbers.
             targets: a dataset of m rows.
             names: names of the parameters that move.
-            batch_size: rows per pass.
         """
         self.featurizer = featurizer
         self._model = featurizer.model
         self._tasks: Mapping[Side, Any] = {"train": train_task, "target": featurizer.task}
         parameters = dict(self._model.named_parameters())
         self._moved = [parameters[name] for name in names]
-        self._rows: RowBatches = featurizer.batches(rows)
-        self._batch_size = batch_size
+        self.rows, self.targets = featurizer.batches(rows), featurizer.batches(targets, "target")
+        self.batch_size = featurizer.args.batch_size
         self._cast = False
-        cuts = [range(low, min(low + batch_size, len(targets))) for low in range(0, len(targets), batch_size)]
-        self._targets = list(featurizer.batches(targets, "target").iterate(cuts))
+        self._target_batches = list(self.targets.iterate(list(batch_rows(0, len(targets), self.batch_size))))
         self._start: Direction = []
         self.start_output = np.zeros(len(targets))
         """The targets' outputs before any step, `(m,)`."""
@@ -123,7 +120,7 @@ class TrialSteps:
         """Compute the targets' outputs with the weights as they are, `(m,)`."""
         found = np.zeros_like(self.start_output)
         with torch.no_grad():
-            for numbers, batch in self._targets:
+            for numbers, batch in self._target_batches:
                 found[numbers] = self._values(batch, len(numbers), "target").double().cpu().numpy()
         return found
 
@@ -135,8 +132,7 @@ class TrialSteps:
         """
         found = [torch.zeros_like(one) for one in self._start]
         ordered = sorted(rows)
-        cuts = [ordered[first : first + self._batch_size] for first in range(0, len(ordered), self._batch_size)]
-        for numbers, batch in self._rows.iterate(cuts):
+        for numbers, batch in self.rows.iterate(_cut(ordered, self.batch_size)):
             with torch.enable_grad():
                 values = self._values(batch, len(numbers), "train")
                 if not values.requires_grad:
@@ -245,75 +241,61 @@ def learning_rate(steps: TrialSteps, directions: Sequence[Direction]) -> float:
 Similarity = Literal["embeddings", "bm25"]
 
 
-class SimilarRows:
-    """Finds the training rows that are most similar to a target."""
+def most_similar(steps: TrialSteps, how: Similarity, candidates: Sequence[int], count: int) -> list[int]:
+    """Find the training rows that are most similar to a target.
 
-    def __init__(
-        self, featurizer: Featurizer, prepared: Callable[[Any], Any], rows: Any, target: Any, batch_size: int
-    ) -> None:
-        """
-        Args:
-            featurizer: the model, in eval mode, and its task.
-            prepared: makes of a batch what the model takes.
-            rows: the training rows, by their numbers.
-            target: a dataset of one row.
-            batch_size: rows per pass.
-        """
-        self._model, self._task, self._prepared = featurizer.model, featurizer.task, prepared
-        self._target = featurizer.batches(target, "target")
-        self._train = featurizer.batches(rows)
-        self._batch_size = batch_size
+    Args:
+        steps: the model, the training rows, and a dataset of one target.
+        how: by `"embeddings"` or `"bm25"`.
+        candidates: numbers of the rows to look at.
+        count: number of rows to return.
 
-    def most_similar(self, how: Similarity, candidates: Sequence[int], count: int) -> list[int]:
-        """Find the rows.
+    Returns:
+        Row numbers, most similar first; of equals the lower number first.
 
-        Args:
-            how: by `"embeddings"` or `"bm25"`.
-            candidates: numbers of the rows to look at.
-            count: number of rows to return.
+    Raises:
+        ValueError: rows have no `input_ids` for BM25, or the model has no matrix for embeddings.
+    """
+    ordered = sorted(candidates)
+    if how == "bm25":
+        rows = WordIndex(" ".join(_tokens(steps.rows, row)) for row in ordered)
+        similarity = rows.bm25(_tokens(steps.targets, 0))
+    else:
+        wanted = _embedded(steps, steps.targets, [0])
+        similarity = (_embedded(steps, steps.rows, ordered) @ wanted.T).squeeze(1).double().numpy()
+    return [ordered[place] for place in np.argsort(-similarity, kind="stable")[:count]]
 
-        Returns:
-            Row numbers, most similar first; of equals the lower number first.
 
-        Raises:
-            ValueError: rows have no `input_ids` for BM25, or the model has no matrix for embeddings.
-        """
-        ordered = sorted(candidates)
-        if how == "bm25":
-            rows = WordIndex(" ".join(_tokens(self._train, row)) for row in ordered)
-            similarity = rows.bm25(_tokens(self._target, 0))
-        else:
-            wanted = self._embedded(self._target, [0])
-            similarity = (self._embedded(self._train, ordered) @ wanted.T).squeeze(1).double().numpy()
-        return [ordered[place] for place in np.argsort(-similarity, kind="stable")[:count]]
+def _cut(rows: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [rows[cut.start : cut.stop] for cut in batch_rows(0, len(rows), size)]
 
-    def _embedded(self, batches: RowBatches, rows: Sequence[int]) -> Tensor:
-        """Compute embeddings of norm 1: `(rows, D)`."""
-        model, task = self._model, self._task
-        assert isinstance(task, BatchedModelOutput)  # checked by the caller
-        last: list[Tensor] = []
 
-        def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
-            if given and isinstance(given[0], Tensor) and given[0].ndim >= 2:
-                last[:] = [given[0]]
+def _embedded(steps: TrialSteps, batches: RowBatches, rows: Sequence[int]) -> Tensor:
+    """Compute embeddings of norm 1: `(rows, D)`."""
+    model, task = steps.featurizer.model, steps.featurizer.task
+    assert isinstance(task, BatchedModelOutput)  # checked by the caller
+    last: list[Tensor] = []
 
-        found: dict[int, Tensor] = {}
-        matrices = [one for one in model.modules() if isinstance(one, nn.Linear | Conv1D)]
-        hooks = [one.register_forward_pre_hook(keep) for one in matrices]
-        with removing(hooks), torch.no_grad(), pass_settings(model):
-            cuts = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
-            for numbers, batch in batches.iterate(cuts):
-                last.clear()
-                run_model(task, model, self._prepared(batch))
-                if not last or len(last[0]) != len(numbers):
-                    raise ValueError(
-                        f"`similar` is 'embeddings', and the {type(model).__name__} ends in no linear layer with "
-                        "one input per row, which would be the embedding. Expected one. Set `similar=None`, or "
-                        "pass rows of your own."
-                    )
-                found |= dict(zip(numbers, _pooled(last[0].float(), batch).cpu(), strict=True))
-        vectors = torch.stack([found[row] for row in rows])  # batches may come in another order, by sizes of images
-        return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
+    def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor) and given[0].ndim >= 2:
+            last[:] = [given[0]]
+
+    found: dict[int, Tensor] = {}
+    matrices = [one for one in model.modules() if isinstance(one, nn.Linear | Conv1D)]
+    hooks = [one.register_forward_pre_hook(keep) for one in matrices]
+    with removing(hooks), torch.no_grad(), pass_settings(model):
+        for numbers, batch in batches.iterate(_cut(rows, steps.batch_size)):
+            last.clear()
+            run_model(task, model, steps.prepared(batch))
+            if not last or len(last[0]) != len(numbers):
+                raise ValueError(
+                    f"`similar` is 'embeddings', and the {type(model).__name__} ends in no linear layer with "
+                    "one input per row, which would be the embedding. Expected one. Set `similar=None`, or "
+                    "pass rows of your own."
+                )
+            found |= dict(zip(numbers, _pooled(last[0].float(), batch).cpu(), strict=True))
+    vectors = torch.stack([found[row] for row in rows])  # batches may come in another order, by sizes of images
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
 
 
 def _pooled(states: Tensor, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The choice of `method="auto"`: the best that is at hand and within the budget, said in one line with its price.
+"""The choice of `method="auto"`, the best that is at hand and within the budget, and what `recommend` says of it.
 
 In this order: a replay of the recorded run; what calibration has judged; what the banks say of models like this one.
 `bank_figures.json`, which `benchmarks/which_method.py` collects, has the linear datamodeling scores of the banks.
@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from hf_trak.config import BudgetName
+from hf_trak.data.rows import row_count
 from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -24,6 +25,7 @@ from hf_trak.featurize.pricing import Price, has_record, price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.runtime.checks import byte_size
 from hf_trak.runtime.progress import duration, say
 
 logger = logging.getLogger(__name__)
@@ -224,3 +226,88 @@ def bank_figures() -> dict[str, Any]:
     """Read what methods are worth on the banks."""
     found: dict[str, Any] = json.loads(files("hf_trak.featurize").joinpath("bank_figures.json").read_text("utf-8"))
     return found
+
+
+_BUDGETS: tuple[BudgetName, ...] = ("fast", "balanced", "best")
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A method for one budget.
+
+    Attributes:
+        budget (`str`): `"fast"`, `"balanced"` or `"best"`.
+        method (`str`): the method, as the code that makes it.
+        time (`str`): what it takes beside the index.
+        disk (`int`): bytes that it keeps beside the index.
+        quality (`str`): what is expected of it, and where that comes from.
+    """
+
+    budget: BudgetName
+    method: str
+    time: str
+    disk: int
+    quality: str
+
+    @property
+    def call(self) -> str:
+        """Return the call to copy."""
+        if " · " in self.method:  # a sum of methods, which calibration has found
+            return f'TrakConfig(..., budget="{self.budget}"); attribute(eval_dataset)'
+        return f"attribute(eval_dataset, method={self.method})"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to take for each budget. `str()` is a table.
+
+    Attributes:
+        rows (`tuple[Recommended, ...]`): fast, balanced and best.
+        note (`str`): what else would help; empty if nothing is known.
+    """
+
+    rows: tuple[Recommended, ...]
+    note: str
+
+    def __str__(self) -> str:
+        lines = []
+        for one in self.rows:
+            disk = f", {byte_size(one.disk)}" if one.disk else ""
+            lines.append(f"{one.budget}: {one.time}{disk}. {one.quality}.\n    {one.call}")
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+
+def recommend(model: FeaturizedModel, eval_dataset: Any) -> Recommendation:
+    """Recommend a method for each budget, see [`~hf_trak.TrakAttributor.recommend`].
+
+    Args:
+        model: the featurized model.
+        eval_dataset: the targets, or their number.
+
+    Raises:
+        As there.
+    """
+    m = eval_dataset if isinstance(eval_dataset, int) else row_count(eval_dataset, "eval_dataset")
+    model.processes.broadcast_from_main(model.prepare_store)
+    ids = model.chosen(None)[0]
+    calibration = read_calibration(model, ids)
+    found = options(model, m, ids, 20, calibration, measure=True)
+    rows = tuple(_row(found, found.within(budget), budget) for budget in _BUDGETS)
+    recorded = isinstance(found.options[0].method, Replay)
+    notes = []
+    if model.trainer is not None and not recorded:
+        notes.append(_RECORD)
+    if calibration is None and recorded:
+        notes.append(_CALIBRATE)
+    return Recommendation(rows, " ".join(notes))
+
+
+_RECORD = "Recorded with `TrakCallback(record=True)`, the run itself can be replayed."
+
+_CALIBRATE = "`calibrate(eval_dataset)` measures the methods on this model."
+
+
+def _row(found: Options, chosen: Option, budget: BudgetName) -> Recommended:
+    return Recommended(
+        budget, named(chosen.method), chosen.time(found.rate, found.featurizing), chosen.price.disk, chosen.why
+    )

@@ -188,7 +188,10 @@ class ReplayScores(ExactScores):
         )  # fmt: skip
         todo = model.processes.broadcast_from_main(shards.unwritten)
         mine = [todo[i] for i in model.processes.share(len(todo))]
-        count, what = sum(len(parts[index]) for index in mine), f"gradients of the training rows, checkpoint {model_id}"
+        count, what = (
+            sum(len(parts[index]) for index in mine),
+            f"gradients of the training rows, checkpoint {model_id}",
+        )
         with model.processes.all_or_none(), RowProgress.over(model.processes, count, what) as progress:
             for index in mine:
                 shards.write(index, *self._summed(parts[index], model_id, progress))

@@ -30,12 +30,11 @@ from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import Identity
 from hf_trak.trajectory.dropout import taking_masks
 from hf_trak.trajectory.guards import warnings_of
-from hf_trak.trajectory.own_losses import with_own_loss
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice, noise
-from hf_trak.trajectory.states import RunPath
+from hf_trak.trajectory.states import RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
 from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets

@@ -21,7 +21,6 @@ from datasets import Dataset
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes, map_shards
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.score_files import ScoreFiles
@@ -96,9 +95,6 @@ def fused_shortlist(listed: Sequence[Dataset], count: int) -> np.ndarray:
 
     Returns:
         `numpy.ndarray`: numbers of the rows that are among the first of any target at either end, ascending, int64.
-
-    Raises:
-        ValueError: as in [`fused_ranks`].
     """
     ends = []
     for name in (TOP_K_COLUMNS[0], TOP_K_COLUMNS[2]):
@@ -120,27 +116,12 @@ def fused_ranks(lists: Sequence[ArrayLike], count: int) -> np.ndarray:
 
     Returns:
         `numpy.ndarray` of shape `(m, count)`: row numbers, int64.
-
-    Raises:
-        ValueError: the lists have other numbers of targets, a row twice, or fewer than `count` rows together.
     """
-    tables = [np.asarray(one, dtype=np.int64) for one in lists]
-    if not tables or any(one.ndim != 2 or len(one) != len(tables[0]) for one in tables):
-        raise ValueError(
-            f"`lists` have the shapes {[one.shape for one in tables]}. Expected (targets, rows) each, of the same "
-            "targets. Pass a list of rows for each target."
-        )
-    count = checked_int(count, "count", 1, type_error=ValueError)
-    return np.stack([_fused([one[target] for one in tables], count, target) for target in range(len(tables[0]))])
+    return np.stack([_fused(ranked, count) for ranked in zip(*map(np.asarray, lists), strict=True)])
 
 
-def _fused(ranked: Sequence[np.ndarray], count: int, target: int) -> np.ndarray:
+def _fused(ranked: Sequence[np.ndarray], count: int) -> np.ndarray:
     known, places = np.unique(np.concatenate(ranked), return_inverse=True)
-    if len(known) < count or any(len(np.unique(one)) < len(one) for one in ranked):
-        raise ValueError(
-            f"The lists of target {target}, of {[len(one) for one in ranked]} rows, have {len(known)} different rows. "
-            f"Expected each row at most once in a list, and `count`, {count}, rows at least. Pass longer lists."
-        )
     weights = np.concatenate([1 / (RANK_OFFSET + 1 + np.arange(len(one))) for one in ranked])
     sums = np.bincount(places, weights, len(known))
     found: np.ndarray = known[np.lexsort((known, -sums))[:count]]

@@ -235,33 +235,27 @@ class SolverReport:
         return text
 
 
+@dataclass(eq=False)
 class Solvers:
-    """Chooses, prepares and makes the solvers of one store. All processes call its methods in the same order."""
+    """Chooses, prepares and makes the solvers of one store. All processes call its methods in the same order.
 
-    def __init__(
-        self,
-        store: FeatureStore,
-        processes: Processes,
-        device: torch.device,
-        lambda_relative: float,
-        solver: SolverName = "auto",
-        solver_rank: int | None = None,
-    ) -> None:
-        """
-        Args:
-            store: the features.
-            processes: the processes that share the work.
-            device: products are computed on this device.
-            lambda_relative: relative ridge, see [`ridge_lambda`].
-            solver: the setting, see `hf_trak.scores.solvers`.
-            solver_rank: rank of `low_rank`; `None` for the default.
-        """
-        self._store = store
-        self._processes = processes
-        self._device = device
-        self._lambda_relative = lambda_relative
-        self._solver = solver
-        self._solver_rank = solver_rank
+    Attributes:
+        store: the features.
+        processes: the processes that divide the work.
+        device: where pieces of the features are multiplied.
+        lambda_relative: λ, relative to trace(XᵀX) / min(n, k).
+        solver: the solver that is set, or `"auto"`.
+        solver_rank: number of eigenvalues of `"low_rank"`.
+    """
+
+    store: FeatureStore
+    processes: Processes
+    device: torch.device
+    lambda_relative: float
+    solver: SolverName = "auto"
+    solver_rank: int | None = None
+
+    def __post_init__(self) -> None:
         self._choices: dict[int, SolverChoice] = {}
 
     def choice(self, model_id: int) -> SolverChoice:
@@ -272,17 +266,15 @@ class Solvers:
         """
 
         def choose() -> dict[str, Any]:
-            store = self._store
+            store = self.store
             there = (store.checkpoint_dir(model_id) / GRAM_FILE).exists()
             free = free_bytes("cpu")
-            return asdict(
-                choose_solver(self._solver, self._solver_rank, store.train_size, store.proj_dim, free, there)
-            )
+            return asdict(choose_solver(self.solver, self.solver_rank, store.train_size, store.proj_dim, free, there))
 
         if model_id not in self._choices:
-            found = SolverChoice(**self._processes.broadcast_from_main(choose))
+            found = SolverChoice(**self.processes.broadcast_from_main(choose))
             self._choices[model_id] = found
-            if found.kind != "primal" and self._processes.is_main_process:
+            if found.kind != "primal" and self.processes.is_main_process:
                 logger.info("Checkpoint %d: solver %s of size %d: %s.", model_id, found.kind, found.size, found.reason)
         return self._choices[model_id]
 
@@ -302,12 +294,10 @@ class Solvers:
             StoreError: a shard or a saved file is damaged, or a file cannot be written.
             NonFiniteError: a feature is not finite; names its row.
         """
-        choice = self.choice(model_id)
-        features, files = self.features(model_id), SolverFiles(self._store, model_id)
-        if choice.kind == "dual":
-            ensure_kernel(features, files)
+        if self.choice(model_id).kind == "dual":
+            ensure_kernel(self.features(model_id), SolverFiles(self.store, model_id))
         else:
-            self._iteration(model_id, choice, features, files).run()
+            self._iteration(model_id).run()
 
     def make(self, model_id: int) -> StreamedSolver:
         """Make the solver of a checkpoint, after [`~Solvers.prepare`], and log what it says of itself.
@@ -317,19 +307,17 @@ class Solvers:
         """
         self.prepare(model_id)
         choice = self.choice(model_id)
-        features, files = self.features(model_id), SolverFiles(self._store, model_id)
-        with self._processes.all_or_none():
-            solver = self._made(model_id, choice, features, files)
-        if self._processes.is_main_process:
+        with self.processes.all_or_none():
+            solver = self._made(model_id)
+        if self.processes.is_main_process:
             logger.info("Checkpoint %d: %s.", model_id, SolverReport.of(choice, solver))
         return solver
 
-    def _made(
-        self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles
-    ) -> StreamedSolver:
-        if choice.kind == "dual":
+    def _made(self, model_id: int) -> StreamedSolver:
+        features, files = self.features(model_id), SolverFiles(self.store, model_id)
+        if self.choice(model_id).kind == "dual":
             return DualSystem(features, files, self._lambda(features, kernel_facts(features, files)["trace"]))
-        factors = self._iteration(model_id, choice, features, files).factors()
+        factors = self._iteration(model_id).factors()
         return LowRankSystem(factors, self._lambda(features, factors.trace))
 
     def solve(self, solver: StreamedSolver, targets: Tensor) -> Tensor:
@@ -337,24 +325,22 @@ class Solvers:
         if not isinstance(solver, LowRankSystem):
             return solver.solve(targets)
         shape = tuple(targets.shape)
-        return self._processes.broadcast_tensor_from_main(lambda: solver.solve(targets), shape)
+        return self.processes.broadcast_tensor_from_main(lambda: solver.solve(targets), shape)
 
     def training_quadratic(self, model_id: int, solver: StreamedSolver, indices: Sequence[int]) -> Tensor:
         """Compute x (XᵀX + λI)⁻¹ xᵀ for the training rows x of some shards, others in each process."""
         if isinstance(solver, DualSystem):
             return solver.training_quadratic(indices)
-        with self._processes.all_or_none():
+        with self.processes.all_or_none():
             return solver.training_quadratic(self.features(model_id), indices)
 
     def features(self, model_id: int) -> TrainingFeatures:
         """Return the training features of a checkpoint."""
-        return TrainingFeatures(self._store.train(model_id), self._processes, self._device)
+        return TrainingFeatures(self.store.train(model_id), self.processes, self.device)
 
     def _lambda(self, features: TrainingFeatures, trace: float) -> float:
-        return ridge_lambda(trace, features.n, features.k, self._lambda_relative)
+        return ridge_lambda(trace, features.n, features.k, self.lambda_relative)
 
-    def _iteration(
-        self, model_id: int, choice: SolverChoice, features: TrainingFeatures, files: SolverFiles
-    ) -> SubspaceIteration:
-        seed = int(self._store.config.get("seed", 0))
-        return SubspaceIteration(features, files, choice.size, seed, model_id)
+    def _iteration(self, model_id: int) -> SubspaceIteration:
+        seed, files = int(self.store.config.get("seed", 0)), SolverFiles(self.store, model_id)
+        return SubspaceIteration(self.features(model_id), files, self.choice(model_id).size, seed, model_id)

@@ -24,7 +24,7 @@ from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.scores.coded_products import CodedTargets, coded_targets
 from hf_trak.scores.feature_shards import FeatureShard, codes_of, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem
-from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.codes import CodeFormat
 
 _PLAIN_EXPONENT = 32
 """Rows whose largest entry is between 2⁻³² and 2³² are kept unscaled: far smaller entries still fit into float32."""
@@ -108,21 +108,19 @@ def score_blocks(
         `start + i` for target j.
 
     Raises:
-        ValueError: there is no checkpoint, or not one matrix of targets per checkpoint, or shapes do not fit.
+        ValueError: features and targets have different numbers of columns.
         StoreError: the checkpoints are cut into shards differently.
         NonFiniteError: a score is not finite; names the training row.
     """
-    rows = _scaled(checkpoints, preconditioned_targets)
+    rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in preconditioned_targets]
 
     def product(checkpoint: int, shard: FeatureShard) -> Tensor:
         coded, matrix = codes_of(shard), rows[checkpoint]
         if coded is not None:
-            _check_codes(coded, shard)
             _check_columns(coded.columns, matrix.values.shape[1], checkpoint)
             return matrix.unscaled(matrix.for_codes(coded.form).product(coded))
-        grads = _grads(shard)
-        _check_columns(grads.shape[1], matrix.values.shape[1], checkpoint)
-        return matrix.unscaled(grads.to(device=matrix.values.device, dtype=torch.float32) @ matrix.columns)
+        _check_columns(shard.grads.shape[1], matrix.values.shape[1], checkpoint)
+        return matrix.unscaled(shard.grads.to(device=matrix.values.device, dtype=torch.float32) @ matrix.columns)
 
     return _checked(_average(_uploaded(checkpoints, rows), product))
 
@@ -176,30 +174,13 @@ def self_influence_blocks(
         An iterator of `(start, stop, block)`, `block` of shape `(stop - start,)`, float32.
 
     Raises:
-        ValueError, StoreError, NonFiniteError: as in [`score_blocks`].
+        StoreError, NonFiniteError: as in [`score_blocks`].
     """
-    _check_counts(checkpoints, systems, "ridge systems")
 
     def product(checkpoint: int, shard: FeatureShard) -> Tensor:
-        grads = _grads(shard)
-        _check_columns(grads.shape[1], systems[checkpoint].k, checkpoint)
-        return systems[checkpoint].quadratic(grads, shard.start).unsqueeze(1)
+        return systems[checkpoint].quadratic(shard.grads, shard.start).unsqueeze(1)
 
     return ((start, stop, block.squeeze(1)) for start, stop, block in _checked(_average(checkpoints, product)))
-
-
-def _scaled(
-    checkpoints: Sequence[Iterable[FeatureShard]], targets: Sequence["Tensor | ScaledRows"]
-) -> list[ScaledRows]:
-    """Check preconditioned targets against checkpoints, and return them as scaled rows."""
-    _check_counts(checkpoints, targets, "preconditioned target matrices")
-    rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in targets]
-    if len({one.values.shape[0] for one in rows}) != 1:
-        raise ValueError(
-            f"The checkpoints have {[one.values.shape[0] for one in rows]} targets. Expected the same number for "
-            "each. Take the features of the same targets for every checkpoint."
-        )
-    return rows
 
 
 def _uploaded(
@@ -254,35 +235,9 @@ def _average(
             )
 
 
-def _grads(shard: FeatureShard) -> Tensor:
-    grads = shard.grads
-    if grads.ndim != 2 or grads.shape[0] != shard.stop - shard.start:
-        raise StoreError(
-            f"The shard of rows {shard.start} … {shard.stop} holds features of shape {tuple(grads.shape)}. Expected "
-            f"({shard.stop - shard.start}, k). Delete that file and featurize again."
-        )
-    return grads
-
-
-def _check_codes(coded: CodedRows, shard: FeatureShard) -> None:
-    if len(coded) != shard.stop - shard.start:
-        raise StoreError(
-            f"The shard of rows {shard.start} … {shard.stop} holds codes of {len(coded)} rows. Expected "
-            f"{shard.stop - shard.start}. Delete that file and featurize again."
-        )
-
-
 def _check_columns(columns: int, k: int, checkpoint: int) -> None:
     if columns != k:
         raise ValueError(
             f"The features of checkpoint number {checkpoint} have {columns} columns, its targets {k}. Expected "
             "the same number. Project both with the same projector."
-        )
-
-
-def _check_counts(checkpoints: Sequence[object], others: Sequence[object], what: str) -> None:
-    if not checkpoints or len(checkpoints) != len(others):
-        raise ValueError(
-            f"Given {len(checkpoints)} checkpoint(s) and {len(others)} {what}. Expected at least one checkpoint, and "
-            "as many of the latter."
         )

@@ -30,12 +30,7 @@ class TopK:
         Args:
             k: number of scores to keep per target. If there are fewer rows, all are kept.
             largest: keep the highest scores, sorted from high to low; otherwise the lowest, from low to high.
-
-        Raises:
-            ValueError: k is not positive.
         """
-        if k < 1:
-            raise ValueError(f"`k` is {k}. Expected a number of rows to keep, at least 1.")
         self.k = k
         self.largest = largest
         self._m: int | None = None
@@ -52,22 +47,14 @@ class TopK:
             block: scores of the rows from `start` on, `(rows, m)`, float32 or narrower.
 
         Raises:
-            ValueError: the shape or dtype does not fit, or a row index is above 2³² − 1.
+            ValueError: a row index is above 2³² − 1.
             NonFiniteError: a score is not finite; names its row.
         """
-        if block.ndim != 2 or self._m not in (None, block.shape[1]):
-            expected = "m" if self._m is None else self._m
-            raise ValueError(f"The block of scores has shape {tuple(block.shape)}. Expected (rows, {expected}).")
         self._m = block.shape[1]
         if start < 0 or start + block.shape[0] > _MAX_ROWS:
             raise ValueError(
                 f"Rows {start} … {start + block.shape[0]} lie outside of 0 … {_MAX_ROWS}. Expected row indices that "
                 "fit into 32 bits."
-            )
-        if block.dtype == torch.float64:
-            raise ValueError(
-                "The block of scores is float64. Expected float32 or narrower, since scores are kept in float32. "
-                "Convert it with `block.float()`."
             )
         check_finite_rows(block, "score", start)
         # The floor is the k-th best score of every target so far, or, in a first large block, of the block itself.

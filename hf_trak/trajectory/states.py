@@ -1,14 +1,20 @@
-"""The weights before every step of a run: known ones, and lines between them where some are not."""
+"""The weights before every step of a run: known ones, and lines between them where some are not.
 
+A loss that the trainer computes itself gets its scale in every step here, as its `training_step` adds them up.
+"""
+
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.trajectory.hyperparameters import Hyperparameters
 from hf_trak.trajectory.optimizer_steps import Moments
 from hf_trak.trajectory.record import RecordedStep, RunRecord, is_known
@@ -126,3 +132,37 @@ class RunPath:
                 self._known.pop(next(iter(self._known)))
             self._known[step] = self._read(step)
         return self._known[step]
+
+
+def with_own_loss(
+    steps: Sequence[RecordedStep],
+    task: TrainerLossModelOutput,
+    collate: Callable[[list[int]], Any],
+    processes: int,
+    across: bool,
+) -> list[RecordedStep]:
+    """Count the items of every step, and find the factors of its passes. What the model returned is no loss of theirs.
+
+    Args:
+        steps: the steps, as recorded.
+        task: the loss.
+        collate: makes a batch of training rows.
+        processes: how many processes trained.
+        across: whether they counted their items together.
+    """
+    found = []
+    for step in steps:
+        own = len(step.batches) // processes
+        parts = [step.batches] if across else [step.batches[i : i + own] for i in range(0, len(step.batches), own)]
+        batches = []
+        for part in parts:
+            items: float | None = part[0].items
+            if not is_known(part[0].items):
+                items = task.items([collate(list(one.rows)) for one in part])
+            scale = 1.0 / len(step.batches)
+            if task.is_scaled(items):
+                scale = 1.0 if across else 1.0 / processes
+            known = math.nan if items is None else items
+            batches += [replace(one, loss=math.nan, items=known, scale=scale) for one in part]
+        found.append(replace(step, batches=tuple(batches)))
+    return found

@@ -23,10 +23,10 @@ from hf_trak.errors import HfTrakError, NonFiniteError
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
-from hf_trak.trajectory.curvature_rows import RowDraws
 from hf_trak.trajectory.optimizer_steps import AdamStep, Cotangents, Moments, OptimizerStep
 from hf_trak.trajectory.passes import ROW_BYTES, ROW_COPIES, CurvatureForm, StepPasses
 from hf_trak.trajectory.record import is_known
+from hf_trak.trajectory.share import RowDraws
 from hf_trak.trajectory.states import RunPath, State
 from hf_trak.trajectory.swept_targets import SweptTargets
 

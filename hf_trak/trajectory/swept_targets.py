@@ -44,7 +44,7 @@ class SweptTargets:
     Attributes:
         directory (`Path`): where files are kept.
         identity (`dict`): everything that the result depends on.
-        draw (`int`): which of the draws of rows for the curvature is used, see `curvature_rows`.
+        draw (`int`): which of the draws of rows for the curvature is used, see `share.RowDraws`.
         behind (`int`): the steps from this one on are behind.
         cotangents ([`Cotangents`]): the derivatives of the targets before that step.
         scores (`torch.Tensor`): the scores so far, `(n, m)`.

@@ -13,7 +13,7 @@ from vlm_models import IMAGE, conversations, image_rows, processor_of_words, vlm
 
 from hf_trak import TrakAttributor
 from hf_trak.data.images import ImageTokens, SplitRows, image_sizes, split_at_images
-from hf_trak.evaluation.trial_steps import SimilarRows
+from hf_trak.evaluation.trial_steps import TrialSteps, most_similar
 from hf_trak.modelout_functions import get_task
 from hf_trak.modelout_functions.base import STACKED
 
@@ -269,7 +269,7 @@ def test_similar_rows_keep_their_numbers(tmp_path: Path) -> None:
     for size in (1, 6):
         own = attributor("qwen2_vl", model, tmp_path / str(size), size)
         featurizer = own.features.featurizer()
-        looked = SimilarRows(featurizer, lambda batch: batch, own.train_dataset, target, size)
-        found.append(looked.most_similar("embeddings", range(6), 6))
+        steps = TrialSteps(featurizer, own.task, own.train_dataset, target, ())
+        found.append(most_similar(steps, "embeddings", range(6), 6))
     assert found[0] == found[1]
     assert found[0] != sorted(found[0]), "an order that no accident makes"

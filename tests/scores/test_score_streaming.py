@@ -155,14 +155,8 @@ def test_checkpoints_cut_differently_or_incomplete_are_refused(problem):
         assemble(score_blocks([shards(first[:90], qs[0][:90], 10), shards(second, qs[1], 10)], solved), 90)
 
 
-def test_counts_and_widths_must_fit(problem):
+def test_widths_must_fit(problem):
     features, targets, qs, systems = problem
     solved = [system.solve(t) for system, t in zip(systems, targets, strict=True)]
-    with pytest.raises(ValueError, match="1 checkpoint"):
-        score_blocks([shards(features[0], qs[0], 10)], solved)  # at the call, not at the first block
-    with pytest.raises(ValueError, match="0 checkpoint"):
-        score_blocks([], [])
     with pytest.raises(ValueError, match=f"{K - 1} columns, its targets {K}"):
         next(score_blocks([shards(features[0][:, 1:], qs[0], 10)], solved[:1]))
-    with pytest.raises(ValueError, match="targets"):
-        score_blocks([shards(x, qs[0], 10) for x in features], [solved[0], solved[1][1:], solved[2]])

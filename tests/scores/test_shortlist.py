@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from datasets import Dataset
 from torch import nn
@@ -29,22 +28,6 @@ def test_ranks_are_fused_by_the_formula() -> None:
 def test_rows_of_both_lists_come_first_and_ties_by_number() -> None:
     assert fused_ranks([[[9, 4, 7]], [[2, 7, 5]]], 5).tolist() == [[7, 2, 9, 4, 5]]
     assert fused_ranks([[[3, 1, 2]]], 2).tolist() == [[3, 1]]
-
-
-@pytest.mark.parametrize(
-    ("lists", "count", "message"),
-    [
-        ([], 1, "shapes"),
-        ([[1, 2]], 1, "shapes"),
-        ([[[1], [2]], [[1]]], 1, "same targets"),
-        ([[[1, 1]]], 1, "at most once"),
-        ([[[1, 2]], [[2, 1]]], 3, "2 different rows"),
-        ([[[1, 2]]], 0, "`count` is 0"),
-    ],
-)
-def test_wrong_lists_are_refused(lists: list, count: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fused_ranks(lists, count)
 
 
 def test_a_shortlist_has_both_ends_of_all_targets() -> None:

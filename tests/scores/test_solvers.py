@@ -181,7 +181,7 @@ def test_an_ensemble_of_several_solvers(tmp_path: Path) -> None:
     store = make_store(tmp_path, features(30, 50), checkpoints=2)
     primal, mixed = scorer(store, "primal"), scorer(store, "primal")
     for model_id, kind in enumerate(("primal", "dual")):
-        mixed.solvers._solver = kind
+        mixed.solvers.solver = kind
         mixed.solvers.choice(model_id)
     torch.testing.assert_close(mixed.self_influence([0, 1]), primal.self_influence([0, 1]), rtol=1e-6, atol=0.0)
     rows = targets(50)

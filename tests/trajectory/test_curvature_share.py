@@ -10,9 +10,17 @@ import torch
 from replay_runs import recorded, replayed
 
 from hf_trak.methods import Replay
-from hf_trak.trajectory.curvature_rows import RowDraws
 from hf_trak.trajectory.guards import GROWTH, warnings_of
-from hf_trak.trajectory.share import AGREEMENT, BUDGET, PROBE_SHARE, ShareChoice, agreement, noise, trainings
+from hf_trak.trajectory.share import (
+    AGREEMENT,
+    BUDGET,
+    PROBE_SHARE,
+    RowDraws,
+    ShareChoice,
+    agreement,
+    noise,
+    trainings,
+)
 from hf_trak.trajectory.swept_targets import SweepResult
 
 RUN = Replay(of="run", hessian_share=1.0)
