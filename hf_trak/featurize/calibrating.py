@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from hf_trak.data.rows import row_count
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import LEAST_TARGETS, Calibration, choose, named
+from hf_trak.featurize.definition import drawn_rows
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price
@@ -58,8 +59,7 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
     if m < LEAST_TARGETS:
         raise ValueError(f"`{name}` has {m} rows. Expected at least {LEAST_TARGETS} to calibrate with. Add some.")
     by = Replay(of="run") if by is None else by
-    order = np.random.Generator(np.random.Philox(model.args.seed)).permutation(m)
-    numbers = sorted(int(one) for one in order[:targets])
+    numbers = drawn_rows(m, targets, model.args.seed)
     drawn = rows.select(numbers) if hasattr(rows, "select") else Subset(rows, numbers)
     own = numbers if eval_dataset is None else []
     asked = model.question(drawn)

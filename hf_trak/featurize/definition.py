@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 
@@ -97,6 +98,12 @@ def _by_id(checkpoints: Any, known: Sequence[int]) -> dict[int, Checkpoint | Non
     if min(listed) < 0:
         raise ValueError(f"`checkpoints` has the ids {listed}. Expected integers of at least 0.")
     return dict(checkpoints) if isinstance(checkpoints, Mapping) else listed
+
+
+def drawn_rows(n: int, count: int, seed: int) -> list[int]:
+    """Draw some of n rows by the counter generator, in ascending order; all of them if there are no more."""
+    order = np.random.Generator(np.random.Philox(seed)).permutation(n)
+    return sorted(order[:count].tolist())
 
 
 def check_part(part: tuple[int, int]) -> None:

@@ -8,11 +8,10 @@ over processes and are checked in the same way.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +23,8 @@ from hf_trak.curvature.maps import GradientMap, SelfInfluence, TargetProducts, W
 from hf_trak.curvature.owner_maps import OwnPreconditioning, OwnSelfInfluence
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import RowPart, row_count
-from hf_trak.errors import IncompleteStoreError, SingularGramError
-from hf_trak.featurize.definition import (
-    CURVATURE_VERSION,
-    Checkpoints,
-    new_checkpoints,
-)
+from hf_trak.errors import SingularGramError
+from hf_trak.featurize.definition import CURVATURE_VERSION, Checkpoints, drawn_rows, new_checkpoints
 from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,
     CheckpointScores,
@@ -63,6 +58,14 @@ logger = logging.getLogger(__name__)
 HYBRID_DAMPING, HYBRID_DAMPING_OF_TOKENS = 10.0, 0.1
 """Damping c of the hybrid for tasks with one label per row, and for those with many: what the banks of the benchmark
 of quality say, see docs/curvature.md."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint, whose weights the model has now, and the curvature that was fitted to them."""
+
+    model_id: int
+    curvature: Curvature
 
 
 class ExactScores:
@@ -189,13 +192,13 @@ class ExactScores:
             f"curvature, checkpoint {model_id}",
         )
         identity = self.identity(model_id, rows)
-        absent = getattr(self.model.train_dataset, "absent", False)
+        purpose = "exact scores, which need their gradients"
         with self.model.processes.all_or_none():
-            if absent and (self.rows is None or not self.rows.at_hand):
-                raise _rows_not_at_hand()  # before anything is fetched
+            if self.rows is None or not self.rows.at_hand:
+                self.model.require_rows(purpose)  # before anything is fetched
             files = CurvatureFiles(self.model.store.curvature_dir(model_id, identity), identity)
-            if absent and files.saved() is None:
-                raise _rows_not_at_hand()
+            if files.saved() is None:
+                self.model.require_rows(purpose)
         source = FitBatches(self.model, self.train_task, self.curvature_tasks(), model_id)
         fit = CurvatureFit(plan, files, source, self.model.layout, self.model.processes, self.model.device)
         curvature = fit.run(self._owned.chosen if owned and self._owned is not None else None)
@@ -218,13 +221,9 @@ class ExactScores:
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
         n = row_count(self.model.train_dataset, "train_dataset")
-        count = self.args.curvature.sample_size(n)
-        if count == n:
-            return list(range(n))
-        chosen = np.random.Generator(np.random.Philox(self.args.seed)).permutation(n)[:count]
-        return sorted(int(row) for row in chosen)
+        return drawn_rows(n, self.args.curvature.sample_size(n), self.args.seed)
 
-    def directory(self, model_id: int) -> Any:
+    def directory(self, model_id: int) -> Path:
         """Return the directory of the curvature of one checkpoint."""
         return self.model.store.output_dir / "curvature" / str(model_id)
 
@@ -251,10 +250,10 @@ class ExactScores:
         for model_id in question.ids:
             with self._weights(model_id, question.sources):
                 model.targets(question, model_id)
-                curvature = self.fitted(model_id, owned=True)
-                targets = self._targets(curvature, question, model_id)
-                chunks = self._scores(curvature, question, model_id, targets)
-                whitened = self._whitened(curvature, model_id) if self.hybrid else None
+                at = Fitted(model_id, self.fitted(model_id, owned=True))
+                targets = self._targets(at, question)
+                chunks = self._scores(at, question, targets)
+                whitened = self._whitened(at) if self.hybrid else None
             parts.append(CheckpointScores(chunks, whitened, self.args.curvature.hybrid_lambda))
             described.append({"model_id": model_id, "scores": [one.content_hash for one in chunks]})
             if whitened is not None:
@@ -281,20 +280,11 @@ class ExactScores:
         total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
         for model_id in ids:
             with self._weights(model_id, sources):
-                curvature = self.fitted(model_id, owned=True)
-                shards = self._shards(
-                    self.directory(model_id) / f"self-influence-{self._tag(curvature)}",
-                    "self-influence",
-                    len(total),
-                    1,
-                    model.store.config["shard_size"],
-                    model_id,
-                    curvature,
-                )
-                featurizer = model.featurizer(projector=self._self_influence(curvature))
-                featurizer.fill(
-                    shards, model.train_dataset, model_id, "train", f"self-influence, checkpoint {model_id}"
-                )
+                at = Fitted(model_id, self.fitted(model_id, owned=True))
+                shards = self._shards_of_rows(at, "self-influence", 1)
+                featurizer = model.featurizer(projector=self._self_influence(at.curvature))
+                what = f"self-influence, checkpoint {model_id}"
+                featurizer.fill(shards, model.train_dataset, model_id, "train", what)
             for shard in shards:
                 total[shard.start : shard.stop] += shard.grads[:, 0] * shard.out_to_loss
         return total / len(ids)
@@ -315,62 +305,70 @@ class ExactScores:
 
     def _shards(
         self,
-        directory: Any,
+        at: Fitted,
+        directory: Path,
         prefix: str,
-        rows: int,
+        plan: ShardPlan,
         width: int,
-        shard_size: int,
-        model_id: int,
-        curvature: Curvature,
         dtype: torch.dtype = torch.float32,
         **identity: str | int,
     ) -> ShardSet:
         """Return shards of numbers that depend on a curvature."""
-        store = self.model.store
         own = {
-            **store.identity(model_id),
+            **self.model.store.identity(at.model_id),
             "kind": prefix,
-            "curvature": curvature.digest,
+            "curvature": at.curvature.digest,
             "damping": str(self.damping),
             "rows": type(self.scored_task).__name__,
         }
-        plan = ShardPlan(rows, shard_size)
         return ShardSet(directory, prefix, plan, width, dtype, {**own, **identity})
+
+    def _shards_of_rows(self, at: Fitted, prefix: str, width: int) -> ShardSet:
+        """Return shards of numbers of the training rows."""
+        directory = self.directory(at.model_id) / f"{prefix}-{self._tag(at.curvature)}"
+        n = row_count(self.model.train_dataset, "train_dataset")
+        return self._shards(at, directory, prefix, ShardPlan(n, self.model.store.config["shard_size"]), width)
+
+    def _shards_of_targets(
+        self, at: Fitted, question: Question, kind: str, width: int, dtype: torch.dtype
+    ) -> ShardSet:
+        """Return shards of numbers of the targets, `width` for each."""
+        m = len(question.eval_dataset)
+        plan = ShardPlan(m, max(1, min(m, TARGET_SHARD_BYTES // (dtype.itemsize * width))))
+        directory, given = self._directory(at, question), self._given(question, at.model_id)
+        return self._shards(at, directory, kind, plan, width, dtype, targets=given)
+
+    def _fill_gradients(self, gradients: ShardSet, question: Question, model_id: int) -> None:
+        """Compute ∇f of the targets as they are, `(m, P)`."""
+        plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
+        featurizer = self.model.featurizer(self._target_task(question), plain)
+        what = f"{question.title}, checkpoint {model_id}, gradients"
+        featurizer.fill(gradients, question.eval_dataset, model_id, "target", what)
 
     def _tag(self, curvature: Curvature) -> str:
         """Name what is computed with a curvature and a damping."""
         described = {**curvature.describe(), "damping": self.damping, "rows": type(self.scored_task).__name__}
         return content_digest(described)[:12]
 
-    def _targets(self, curvature: Curvature, question: Question, model_id: int) -> ShardSet:
+    def _targets(self, at: Fitted, question: Question) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets: `(m, P)`."""
         if self.refinement is not None:
-            return self._refined(curvature, question, model_id, self.refinement)
+            return self._refined(at, question, self.refinement)
         if self._owned is not None:
-            return self._targets_by_block(self._owned, curvature, question, model_id)
-        form, eval_dataset = self.form(curvature), question.eval_dataset
-        rows = max(1, min(len(eval_dataset), TARGET_SHARD_BYTES // (self.target_dtype.itemsize * form.width)))
-        shards = self._shards(
-            self._directory(curvature, question, model_id),
-            self._prefix("preconditioned"),
-            len(eval_dataset),
-            form.width,
-            rows,
-            model_id,
-            curvature,
-            self.target_dtype,
-            targets=self._given(question, model_id),
-        )
+            return self._targets_by_block(self._owned, at, question)
+        form = self.form(at.curvature)
+        kind = self._prefix("preconditioned")
+        shards = self._shards_of_targets(at, question, kind, form.width, self.target_dtype)
         featurizer = self.model.featurizer(self._target_task(question), form.preconditioning())
-        what = f"{question.title}, preconditioned, checkpoint {model_id}"
-        featurizer.fill(shards, eval_dataset, model_id, "target", what)
+        what = f"{question.title}, preconditioned, checkpoint {at.model_id}"
+        featurizer.fill(shards, question.eval_dataset, at.model_id, "target", what)
         return shards
 
-    def _directory(self, curvature: Curvature, question: Question, model_id: int) -> Path:
+    def _directory(self, at: Fitted, question: Question) -> Path:
         """Return the directory of what is computed for targets with a curvature."""
         place = self.model.store.experiment_dir(question.name)
         of_loss = "-of-loss" if question.of_loss else ""
-        return place / f"exact-{self._tag(curvature)}{of_loss}" / f"checkpoint-{model_id}"
+        return place / f"exact-{self._tag(at.curvature)}{of_loss}" / f"checkpoint-{at.model_id}"
 
     def _given(self, question: Question, model_id: int) -> str:
         """Identify the targets under a checkpoint."""
@@ -394,59 +392,48 @@ class ExactScores:
             "method."
         )
 
-    def _targets_by_block(
-        self, owned: OwnedPasses, curvature: Curvature, question: Question, model_id: int
-    ) -> ShardSet:
+    def _targets_by_block(self, owned: OwnedPasses, at: Fitted, question: Question) -> ShardSet:
         """Compute P⁻¹ ∇f of the targets, each block by its owner, and return what is known of every target."""
-        model, eval_dataset, m = self.model, question.eval_dataset, len(question.eval_dataset)
-        taken = self.target_dtype.itemsize * whole_width(curvature.blocks, self.target_rank)
-        rows = max(1, min(m, TARGET_SHARD_BYTES // taken))
-        prefix = self._prefix("preconditioned-by-block")
-        directory, given = self._directory(curvature, question, model_id), self._given(question, model_id)
-        summary = self._shards(directory, prefix, m, 3, rows, model_id, curvature, targets=given)
-        keeper = self._blocks_of(summary, model_id, curvature)
+        model, curvature = self.model, at.curvature
+        m, taken = len(question.eval_dataset), whole_width(curvature.blocks, self.target_rank)
+        plan = ShardPlan(m, max(1, min(m, TARGET_SHARD_BYTES // (self.target_dtype.itemsize * taken))))
+        directory, given = self._directory(at, question), self._given(question, at.model_id)
+        summary = self._shards(at, directory, self._prefix("preconditioned-by-block"), plan, 3, targets=given)
+        keeper = self._blocks_of(summary, at)
         model.processes.broadcast_from_main(lambda: keeper.forget_incomplete(summary, curvature.blocks))
         if model.processes.broadcast_from_main(summary.unwritten):
-            draws = model.featurizer().batches(eval_dataset, "target").draws
+            draws = model.featurizer().batches(question.eval_dataset, "target").draws
             form = own_form(curvature, self.damping, self.target_rank)
             projector = owned.map(OwnPreconditioning(form, keeper, draws), curvature)
-            what = f"{question.title}, preconditioned, checkpoint {model_id}"
+            what = f"{question.title}, preconditioned, checkpoint {at.model_id}"
             featurizer = model.featurizer(self._target_task(question), projector)
-            featurizer.fill(summary, eval_dataset, model_id, "target", what)
+            featurizer.fill(summary, question.eval_dataset, at.model_id, "target", what)
         return summary
 
-    def _blocks_of(self, summary: ShardSet, model_id: int, curvature: Curvature) -> TargetBlocks:
+    def _blocks_of(self, summary: ShardSet, at: Fitted) -> TargetBlocks:
         """Return the files of the blocks of preconditioned targets."""
-        plan, given = summary.plan, summary.identity["targets"]
+        plan, dtype, given = summary.plan, self.target_dtype, summary.identity["targets"]
 
         def shards(block: str, width: int) -> ShardSet:
-            return self._shards(
-                summary.directory, f"{summary.prefix}-{block}", plan.n_rows, width, plan.shard_size, model_id,
-                curvature, self.target_dtype, targets=given,
-            )  # fmt: skip
+            prefix = f"{summary.prefix}-{block}"
+            return self._shards(at, summary.directory, prefix, plan, width, dtype, targets=given)
 
-        return TargetBlocks(plan, self.target_dtype, shards)
+        return TargetBlocks(plan, dtype, shards)
 
-    def _refined(self, curvature: Curvature, question: Question, model_id: int, refinement: Refinement) -> ShardSet:
+    def _refined(self, at: Fitted, question: Question, refinement: Refinement) -> ShardSet:
         """Compute (C + D)⁻¹ ∇f of the targets by conjugate gradients: `(m, P)`."""
-        form, eval_dataset, m = self.form(curvature), question.eval_dataset, len(question.eval_dataset)
-        directory, given = self._directory(curvature, question, model_id), self._given(question, model_id)
-        rows = max(1, min(m, TARGET_SHARD_BYTES // (4 * curvature.numel)))
-        gradients = self._shards(directory, "gradients", m, curvature.numel, rows, model_id, curvature, targets=given)
-        tag = refined_identity(refinement)
+        form, tag = self.form(at.curvature), refined_identity(refinement)
+        gradients = self._shards_of_targets(at, question, "gradients", at.curvature.numel, torch.float32)
         refined = self._shards(
-            directory / f"refined-{tag}", self._prefix("refined"), m, form.width, rows, model_id, curvature,
-            self.target_dtype, targets=given, refinement=tag,
+            at, gradients.directory / f"refined-{tag}", self._prefix("refined"), gradients.plan, form.width,
+            self.target_dtype, targets=gradients.identity["targets"], refinement=tag,
         )  # fmt: skip
-        plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
-        what = f"{question.title}, checkpoint {model_id}"
 
         def fill() -> None:
-            featurizer = self.model.featurizer(self._target_task(question), plain)
-            featurizer.fill(gradients, eval_dataset, model_id, "target", f"{what}, gradients")
+            self._fill_gradients(gradients, question, at.model_id)
 
-        one = TargetRefinement(self.model, self.train_task, curvature, form, refinement, model_id)
-        one.run(gradients, fill, refined, what)
+        one = TargetRefinement(self.model, self.train_task, at.curvature, form, refinement, at.model_id)
+        one.run(gradients, fill, refined, f"{question.title}, checkpoint {at.model_id}")
         return refined
 
     def _prefix(self, kind: str) -> str:
@@ -454,7 +441,7 @@ class ExactScores:
         rank = "" if self.target_rank is None else f"-rank-{self.target_rank}"
         return kind + rank + ("" if self.target_dtype == torch.float32 else "-bfloat16")
 
-    def _scores(self, curvature: Curvature, question: Question, model_id: int, targets: ShardSet) -> list[ShardSet]:
+    def _scores(self, at: Fitted, question: Question, targets: ShardSet) -> list[ShardSet]:
         """Stream the training rows past the targets, as many of these at a time as fit into memory."""
         model, owned, groups, m = self.model, self._owned, question.groups, question.m
         if owned is not None:
@@ -466,28 +453,21 @@ class ExactScores:
             tag += f"-rows-{part.tag}"
         train_rows = model.train_dataset if part is None else part.of(model.train_dataset)
         prefix = f"{self._prefix('scores' if owned is None else 'scores-by-block')}{tag}"
-        together = self._together(curvature, groups is not None, targets, prefix)
+        together = self._together(at.curvature, groups is not None, targets, prefix)
+        plan = ShardPlan(row_count(train_rows, "train_dataset"), model.store.config["shard_size"])
         chunks = []
         for first in range(0, m, together):
             columns = range(first, min(first + together, m))
-            shards = self._shards(
-                targets.directory,
-                f"{prefix}-{columns.start:06d}-{columns.stop:06d}",
-                row_count(train_rows, "train_dataset"),
-                len(columns),
-                model.store.config["shard_size"],
-                model_id,
-                curvature,
-                targets=targets.content_hash,
-                first=first,
-            )
+            name = f"{prefix}-{columns.start:06d}-{columns.stop:06d}"
+            known: dict[str, Any] = {"targets": targets.content_hash, "first": first}
+            shards = self._shards(at, targets.directory, name, plan, len(columns), **known)
             chunks.append(shards)
             if not model.processes.broadcast_from_main(shards.unwritten):
                 continue
-            products = self._products(curvature, targets, columns, groups, model_id)
+            products = self._products(at, targets, columns, groups)
             featurizer = model.featurizer(self.scored_task, products)
-            what = f"{question.title}, {'exact scores' if part is None else 'reranking'}, checkpoint {model_id}"
-            featurizer.fill(shards, train_rows, model_id, "train", what)
+            what = f"{question.title}, {'exact scores' if part is None else 'reranking'}, checkpoint {at.model_id}"
+            featurizer.fill(shards, train_rows, at.model_id, "train", what)
         return chunks
 
     def _together(self, curvature: Curvature, grouped: bool, targets: ShardSet, prefix: str) -> int:
@@ -505,53 +485,32 @@ class ExactScores:
             width = self._owned.width(curvature.blocks, rank)
         return max(1, int(self.args.curvature.memory * 2**30) // (width * size))
 
-    def _products(
-        self, curvature: Curvature, targets: ShardSet, columns: range, groups: RowGroups | None, model_id: int
-    ) -> GradientMap:
+    def _products(self, at: Fitted, targets: ShardSet, columns: range, groups: RowGroups | None) -> GradientMap:
         """Make the map of gradients to their products with some targets, or with means over groups of them."""
         device = self.model.device
         if self._owned is None:
-            form = self.form(curvature)
+            form = self.form(at.curvature)
             if groups is None:
                 return form.products(target_rows(targets, columns, form).to(device))
             means = groups.means(whole_targets(targets, form))[columns.start : columns.stop]
             return TargetProducts(means.float().to(device))
         with self.model.processes.all_or_none():
-            own, blocks = (
-                own_form(curvature, self.damping, self.target_rank),
-                self._blocks_of(targets, model_id, curvature),
-            )
+            own, blocks = own_form(at.curvature, self.damping, self.target_rank), self._blocks_of(targets, at)
             if groups is None:
                 products = own.products(blocks.read(own, columns).to(device))
             else:
                 means = blocks.means(own, groups)[columns.start : columns.stop]
-                products = own_form(curvature, self.damping, None).products(means.float().to(device))
-        return self._owned.map(products, curvature)
+                products = own_form(at.curvature, self.damping, None).products(means.float().to(device))
+        return self._owned.map(products, at.curvature)
 
-    def _whitened(self, curvature: Curvature, model_id: int) -> ShardSet:
+    def _whitened(self, at: Fitted) -> ShardSet:
         """Compute the sketched, whitened loss gradients of the training rows: `(n, k)`."""
-        model = self.model
-        projector = model.projector()
-        shards = self._shards(
-            self.directory(model_id) / f"whitened-{self._tag(curvature)}",
-            "whitened",
-            row_count(model.train_dataset, "train_dataset"),
-            projector.proj_dim,
-            model.store.config["shard_size"],
-            model_id,
-            curvature,
-        )
-        whitening: GradientMap = WhitenedProjection(curvature, self.damping, projector)
+        model, projector = self.model, self.model.projector()
+        shards = self._shards_of_rows(at, "whitened", projector.proj_dim)
+        whitening: GradientMap = WhitenedProjection(at.curvature, self.damping, projector)
         if self._owned is not None:
-            whitening = self._owned.map(whitening, curvature)
+            whitening = self._owned.map(whitening, at.curvature)
         featurizer = model.featurizer(self.scored_task, whitening)
-        what = f"whitened train rows, checkpoint {model_id}"
-        featurizer.fill(shards, model.train_dataset, model_id, "train", what)
+        what = f"whitened train rows, checkpoint {at.model_id}"
+        featurizer.fill(shards, model.train_dataset, at.model_id, "train", what)
         return shards
-
-
-def _rows_not_at_hand() -> IncompleteStoreError:
-    return IncompleteStoreError(
-        "The training rows of the index are not at hand. Expected them for exact scores, which need their gradients. "
-        "Pass `train_dataset=` to `from_pretrained`."
-    )

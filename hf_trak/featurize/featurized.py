@@ -29,7 +29,7 @@ from hf_trak.data.rows import (
     rows_of_loader,
 )
 from hf_trak.engines.engine import Engine
-from hf_trak.errors import CheckpointMismatchError, HfTrakError
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.featurize.definition import (
     COMPARISONS,
     Checkpoints,
@@ -274,6 +274,21 @@ class FeaturizedModel:
             shapes=[slot.shape for slot in self.layout.slots],
             factored_dim=self.args.factored_dim,
         )
+
+    def require_rows(self, purpose: str) -> None:
+        """Check that the training rows are at hand.
+
+        Args:
+            purpose: what they are needed for, and why, for the error message.
+
+        Raises:
+            IncompleteStoreError: the index was loaded without them.
+        """
+        if getattr(self.train_dataset, "absent", False):
+            raise IncompleteStoreError(
+                f"The training rows of the index are not at hand. Expected them for {purpose}. Pass `train_dataset=` "
+                "to `from_pretrained`."
+            )
 
     def require_one_draw(self, dataset: Any, reason: str) -> None:
         """Refuse several draws of random rows for what is no mean over draws.

@@ -28,7 +28,7 @@ from hf_trak.curvature.curvature import Curvature, identity_curvature
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
 from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.curvature.report import CurvatureReport
-from hf_trak.errors import IncompleteStoreError, StoreError
+from hf_trak.errors import StoreError
 from hf_trak.featurize.converting import scorer_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -305,11 +305,7 @@ def sampled_scores(
         IncompleteStoreError: the features or the rows are not at hand.
         ValueError: a number is out of range.
     """
-    if getattr(model.train_dataset, "absent", False):
-        raise IncompleteStoreError(
-            "The training rows of this index are not at hand. Expected them, since exact scores need their gradients. "
-            "Pass them as `train_dataset`."
-        )
+    model.require_rows("exact scores, which need their gradients")
     chosen_rows, chosen_targets = _sample(len(model.train_dataset), rows, targets, seed)
     checkpoint = model.scorer.ensemble(None if model_id is None else [model_id])[0]
     # The Gram matrix of the hybrid is one of all rows, which a sample lacks: compare with EK-FAC.

@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,13 +25,13 @@ from hf_trak.curvature.conjugate_gradients import RefinedTarget, Refinement, Sol
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import batch_rows, row_count
-from hf_trak.errors import GradientEngineError, IncompleteStoreError, NonFiniteError
+from hf_trak.errors import NonFiniteError
+from hf_trak.featurize.definition import drawn_rows
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.base import SplitBatch
 from hf_trak.gradient_computers.gauss_newton import GaussNewton
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput
 from hf_trak.runtime.progress import RowProgress
-from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.sealed import content_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
@@ -46,15 +44,6 @@ REFINEMENT_VERSION = 1
 
 PARTS = 8
 """Parts of the rows of a product. Each falls to one process."""
-
-
-def refinement_rows(train_dataset: Any, refinement: Refinement, seed: int) -> list[int]:
-    """Choose the rows whose Gauss-Newton matrix refines targets: the first ones of a random order."""
-    n = row_count(train_dataset, "train_dataset")
-    if refinement.rows >= n:
-        return list(range(n))
-    order = np.random.Generator(np.random.Philox(seed)).permutation(n)
-    return sorted(int(row) for row in order[: refinement.rows])
 
 
 def refined_identity(refinement: Refinement) -> str:
@@ -107,14 +96,8 @@ class TargetRefinement:
             ValueError: the curvature has no eigenvalues that damping could be relative to.
             TypeError: the task has only the functional form of the `trak` API.
             IncompleteStoreError: the training rows are not at hand.
-            GradientEngineError: the parameters of the model are divided over processes.
             HfTrakError: rows come at random, and are drawn more than once.
         """
-        if is_sharded(model.model):
-            raise GradientEngineError(
-                "The parameters of the model are divided over processes, with `refine='cg'`. Expected a model that "
-                "every process holds as a whole, which derivatives along a direction need. Leave `refine` out."
-            )
         if curvature.kind == "identity":
             raise ValueError(
                 "`curvature` is 'identity', with `refine='cg'`. Expected a fitted curvature, which the refinement "
@@ -125,15 +108,11 @@ class TargetRefinement:
                 f"The task {type(task).__name__} has only the functional form get_output(model, weights, buffers, "
                 "*sample). Expected a task with a batched form for `refine`. Derive it from `BatchedModelOutput`."
             )
-        if getattr(model.train_dataset, "absent", False):
-            raise IncompleteStoreError(
-                "The training rows of the index are not at hand. Expected them for `refine`, which multiplies by "
-                "their curvature. Pass `train_dataset=` to `from_pretrained`, or leave `refine` out."
-            )
+        model.require_rows("`refine`, which multiplies by their curvature")
         model.require_one_draw(model.train_dataset, "A refinement multiplies by the curvature of one draw.")
         self.model, self.task, self.curvature, self.form = model, task, curvature, form
         self.refinement, self.model_id = refinement, model_id
-        self.rows = refinement_rows(model.train_dataset, refinement, model.args.seed)
+        self.rows = drawn_rows(row_count(model.train_dataset, "train_dataset"), refinement.rows, model.args.seed)
         count = min(PARTS, len(self.rows))
         self.parts = [self.rows[part::count] for part in range(count)]
         self.damping = damping_terms(curvature, form.damping).to(model.device)

@@ -16,12 +16,12 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from hf_trak.curvature.curvature import Curvature, identity_curvature
+from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.maps import DenseSink, GradientMap, MapSink
-from hf_trak.curvature.target_forms import LowRankForm, TargetForm
+from hf_trak.curvature.target_forms import LowRankForm
 from hf_trak.data.rows import batch_rows, row_count
-from hf_trak.errors import HfTrakError, IncompleteStoreError, NonFiniteError
-from hf_trak.featurize.exact import ExactScores
+from hf_trak.errors import HfTrakError, NonFiniteError
+from hf_trak.featurize.exact import ExactScores, Fitted
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import Featurizer
@@ -38,6 +38,7 @@ from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import ShardSet
+from hf_trak.store.shards import ShardPlan
 from hf_trak.trajectory.hyperparameters import Hyperparameters, hyperparameters
 from hf_trak.trajectory.recipe import GradientMoments, rows_of_products, spans, walked_back
 
@@ -111,11 +112,7 @@ class ReplayScores(ExactScores):
                 f"`method` is 'replay', and the task {type(model.task).__name__} has no `per_sample_loss`. Expected "
                 "one with the loss that the model was trained on. Set `method='exact'`, or write that method."
             )
-        if getattr(model.train_dataset, "absent", False):
-            raise IncompleteStoreError(
-                "The training rows of the index are not at hand. Expected them for `method='replay'`, which needs "
-                "their gradients. Pass `train_dataset=` to `from_pretrained`."
-            )
+        model.require_rows("`method='replay'`, which needs their gradients")
         model.require_one_draw(model.train_dataset, "Moments of gradients are those of one draw.")
         self.method = method
         self.run = trained_with(model)
@@ -135,45 +132,41 @@ class ReplayScores(ExactScores):
         replayed = {"version": REPLAY_VERSION, "run": self.run.describe(), "seed": self.args.seed}
         return content_digest({"replay": replayed, "method": asdict(self.method)})[:12]
 
-    def _targets(self, curvature: Curvature, question: Question, model_id: int) -> ShardSet:
+    def _targets(self, at: Fitted, question: Question) -> ShardSet:
         """Compute V of the targets, or of the means over groups of them: `(question.m, P)`."""
         processes, groups, total = self.model.processes, question.groups, self.model.layout.total
-        directory, given = self._directory(curvature, question, model_id), self._given(question, model_id)
-        size = max(1, TARGET_SHARD_BYTES // (4 * total))
         tag = "" if groups is None else f"-{groups.tag}"
-        form = self.form(curvature)
+        form = self.form(at.curvature)
+        gradients = self._shards_of_targets(at, question, "gradients", total, torch.float32)
+        plan = ShardPlan(question.m, min(question.m, max(1, TARGET_SHARD_BYTES // (4 * total))))
         found = self._shards(
-            directory, f"{self._prefix('replayed')}{tag}", question.m, form.width, min(question.m, size), model_id,
-            curvature, self.target_dtype, targets=given,
+            at, gradients.directory, f"{self._prefix('replayed')}{tag}", plan, form.width, self.target_dtype,
+            targets=gradients.identity["targets"],
         )  # fmt: skip
         missing = processes.broadcast_from_main(found.unwritten)
         if not missing:
             return found
-        m, what = len(question.eval_dataset), f"{question.title}, checkpoint {model_id}"
-        gradients = self._shards(directory, "gradients", m, total, min(m, size), model_id, curvature, targets=given)
-        plain = TargetForm(identity_curvature(self.model.layout), 0.0).preconditioning()
-        self.model.featurizer(self._target_task(question), plain).fill(
-            gradients, question.eval_dataset, model_id, "target", f"{what}, gradients"
-        )
-        moments, factor = self._moments(curvature, model_id)
+        self._fill_gradients(gradients, question, at.model_id)
+        moments, factor = self._moments(at)
+        what = f"{question.title}, checkpoint {at.model_id}"
         with processes.all_or_none():
             for index in (missing[i] for i in processes.share(len(missing))):
                 rows = found.plan.rows(index)
                 asked = _gradients_of(gradients, groups, rows).to(self.model.device)
-                walked = self._walked_back(asked, moments, factor, model_id, f"{what}, replaying {len(rows)} targets")
+                walked = self._walked_back(
+                    asked, moments, factor, at.model_id, f"{what}, replaying {len(rows)} targets"
+                )
                 kept = form.compressed(walked) if isinstance(form, LowRankForm) else walked
                 found.write(index, kept.cpu(), torch.ones(len(rows)))
         processes.broadcast_from_main(lambda: _remove(gradients))
         return found
 
-    def _products(
-        self, curvature: Curvature, targets: ShardSet, columns: range, groups: RowGroups | None, model_id: int
-    ) -> GradientMap:
-        return super()._products(curvature, targets, columns, None, model_id)  # targets are means of groups already
+    def _products(self, at: Fitted, targets: ShardSet, columns: range, groups: RowGroups | None) -> GradientMap:
+        return super()._products(at, targets, columns, None)  # targets are means of groups already
 
     # -- the moments of gradients ------------------------------------------------------------------------------------
 
-    def _moments(self, curvature: Curvature, model_id: int) -> tuple[GradientMoments, float]:
+    def _moments(self, at: Fitted) -> tuple[GradientMoments, float]:
         """Compute mean and variance of the gradients of the trained loss, clipped.
 
         Returns:
@@ -182,19 +175,15 @@ class ReplayScores(ExactScores):
         """
         model, n = self.model, row_count(self.model.train_dataset, "train_dataset")
         parts = [share_of(n, part, min(PARTS, n)) for part in range(min(PARTS, n))]
-        shards = self._shards(
-            self.directory(model_id) / "gradient-moments", "moments", 2 * len(parts), model.layout.total, 2, model_id,
-            curvature,
-        )  # fmt: skip
+        directory, plan = self.directory(at.model_id) / "gradient-moments", ShardPlan(2 * len(parts), 2)
+        shards = self._shards(at, directory, "moments", plan, model.layout.total)
         todo = model.processes.broadcast_from_main(shards.unwritten)
         mine = [todo[i] for i in model.processes.share(len(todo))]
-        count, what = (
-            sum(len(parts[index]) for index in mine),
-            f"gradients of the training rows, checkpoint {model_id}",
-        )
+        count = sum(len(parts[index]) for index in mine)
+        what = f"gradients of the training rows, checkpoint {at.model_id}"
         with model.processes.all_or_none(), RowProgress.over(model.processes, count, what) as progress:
             for index in mine:
-                shards.write(index, *self._summed(parts[index], model_id, progress))
+                shards.write(index, *self._summed(parts[index], at.model_id, progress))
         model.processes.wait_for_everyone()
         total, labels = torch.zeros(2, model.layout.total, dtype=torch.float64), 0.0
         for shard in shards:

@@ -160,7 +160,7 @@ def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There are 3 training rows"):
         attributor(tmp_path / "c", count=3).featurize().fidelity()
     one.features.train_dataset = _Absent()
-    with pytest.raises(IncompleteStoreError, match="training rows of this index are not at hand"):
+    with pytest.raises(IncompleteStoreError, match="training rows of the index are not at hand"):
         one.fidelity()
 
 

@@ -27,7 +27,7 @@ from hf_trak.curvature.conjugate_gradients import (
 )
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize import exact, refining
-from hf_trak.featurize.refining import refinement_rows
+from hf_trak.featurize.definition import drawn_rows
 from hf_trak.modelout_functions import FunctionModelOutput
 from hf_trak.store import atomic
 from hf_trak.store.sealed import read_sealed
@@ -134,9 +134,9 @@ def test_damping_is_that_of_the_curvature(tmp_path: Path) -> None:
 def test_a_sample_of_rows(tmp_path: Path) -> None:
     question = Question()
     refinement = Refinement(rows=40, damping=1.0, **TO_THE_END)
-    rows = refinement_rows(question.train, refinement, 0)
+    rows = drawn_rows(len(question.train), refinement.rows, 0)
     assert len(set(rows)) == 40 and rows == sorted(rows) and rows != list(range(40))
-    assert refinement_rows(question.train, Refinement(rows=20), 0) != rows[:20], "drawn from all rows"
+    assert drawn_rows(len(question.train), 20, 0) != rows[:20], "drawn from all rows"
     scores = question.scores(tmp_path, refinement)
     train, targets = question.gradients()
     matrix = question.gauss_newton(rows) + damping_terms(written_curvature(tmp_path), 1.0).diag()
