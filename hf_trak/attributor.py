@@ -552,37 +552,30 @@ class TrakAttributor:
         with log_on_interrupt(
             lambda: "Nothing half-written was left. Run the same call again; target features are kept."
         ):
+            if per_token:
+                self._check_breakdown(eval_dataset, top_k, method, per, group_by)
+                batches = self.features.featurizer().batches(eval_dataset, "target")
+                singles = single_labels(self.task, batches, eval_dataset)
+            listed = top_k if per == "target" and not per_token else None
+            chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed)
+            scored = self._attributed(chosen, question, top_k, per)
             if not per_token:
-                return self._attributed(eval_dataset, top_k, method, per, group_by, name, checkpoints)
-            self._check_breakdown(eval_dataset, top_k, method, per, group_by)
-            batches = self.features.featurizer().batches(eval_dataset, "target")
-            singles = single_labels(self.task, batches, eval_dataset)
-            chosen = self._asked(eval_dataset, method, name, checkpoints, None)[0]
-            scored = self._attributed(eval_dataset, top_k, chosen, per, None, name, checkpoints)
+                return scored
             last, alone = last_result(self), None if name is None else f"{name}-tokens"
-            parts = self._attributed(singles, None, chosen, per, None, alone, checkpoints)
-            broken_down = with_token_scores(scored, parts)
-            self._last = replace(last, scored=broken_down)
-            return broken_down
+            parts = self._attributed(*self._asked(singles, chosen, alone, checkpoints), None, per)
+            self._last = replace(last, scored=with_token_scores(scored, parts))
+            return self._last.scored
 
     def _attributed(
-        self,
-        eval_dataset: Any,
-        top_k: int | None,
-        method: Method,
-        per: Literal["target", "train"],
-        group_by: GroupBy | None,
-        name: str | None,
-        checkpoints: Checkpoints,
+        self, method: AnyMethod, question: Question, top_k: int | None, per: Literal["target", "train"]
     ) -> HFDataset:
-        """Ask, attach the columns of the answer, and remember the result."""
-        listed, begun, features = top_k if per == "target" else None, time.monotonic(), self.features
-        chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed)
-        found = answer(features, question, chosen, top_k, per)
+        """Attach the columns of the answer, and remember the result."""
+        begun, features = time.monotonic(), self.features
+        found = answer(features, question, method, top_k, per)
         if features.processes.is_main_process:
             say(
                 logger,
-                f"{named(chosen)} scored {features.train_size:,} rows for {question.m:,} "
+                f"{named(method)} scored {features.train_size:,} rows for {question.m:,} "
                 f"target{'s' * (question.m != 1)} in {duration(time.monotonic() - begun)}.",
             )
         rows = self.train_dataset if per == "train" else question.rows
@@ -595,37 +588,30 @@ class TrakAttributor:
         self,
         eval_dataset: Any,
         method: Method,
-        name: str | None,
-        checkpoints: Checkpoints,
-        group_by: GroupBy | None,
+        name: str | None = None,
+        checkpoints: Checkpoints = None,
+        group_by: GroupBy | None = None,
         top_k: int | None = None,
     ) -> tuple[Any, Question]:
-        """Check what is asked, and choose the method of `"auto"`."""
-        chosen: Any = checked_method(method)
-        question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
-        if method != "auto":
-            return chosen, question
-        chosen = choose(self.features, question, top_k)
-        if isinstance(chosen, Replay):
-            question = self._question(eval_dataset, chosen, name, checkpoints, group_by)
-        return chosen, question
+        """Check what is asked, and choose the method of `"auto"`.
 
-    def _question(
-        self,
-        eval_dataset: Any,
-        method: AnyMethod,
-        name: str | None,
-        checkpoints: Checkpoints,
-        group_by: GroupBy | None,
-    ) -> Question:
-        """Check what is asked. A replay starts from the last checkpoint, where others average over all."""
-        features = self.features
-        if isinstance(method, Replay) and checkpoints is None:
-            features.processes.broadcast_from_main(features.prepare_store)
-            checkpoints = features.store.model_ids[-1:] or None
-        return features.question(
-            eval_dataset, name, checkpoints, group_by, featurized=not isinstance(method, Exact | Replay)
-        )
+        A replay starts from the last checkpoint, where others average over all.
+        """
+        features, chosen = self.features, checked_method(method)
+
+        def question() -> Question:
+            ids = checkpoints
+            if isinstance(chosen, Replay) and ids is None:
+                features.processes.broadcast_from_main(features.prepare_store)
+                ids = features.store.model_ids[-1:] or None
+            featurized = not isinstance(chosen, Exact | Replay)
+            return features.question(eval_dataset, name, ids, group_by, featurized)
+
+        asked = question()
+        if method == "auto":
+            chosen = choose(features, asked, top_k)
+            asked = question() if isinstance(chosen, Replay) else asked
+        return chosen, asked
 
     def _check_breakdown(
         self, eval_dataset: Any, top_k: int | None, method: Method, per: str, group_by: GroupBy | None
@@ -921,7 +907,7 @@ class TrakAttributor:
         """
         method_of_all_rows(method)
         train_groups = RowGroups.of(self.train_dataset, train_group_by, "train_group_by")
-        chosen, question = self._asked(eval_dataset, method, None, None, group_by)
+        chosen, question = self._asked(eval_dataset, method, group_by=group_by)
         sums = train_groups.sums(planned(self.features, question, chosen).blocks)
         return attach_columns(question.rows, group_score_columns(sums, train_groups))
 
@@ -967,7 +953,7 @@ class TrakAttributor:
         strata = None if stratify_by is None else RowGroups.of(self.train_dataset, stratify_by, "stratify_by")
         if group_by is None and criterion == "most_helpful":
             group_by = ALL
-        chosen, question = self._asked(eval_dataset, method, None, None, group_by)
+        chosen, question = self._asked(eval_dataset, method, group_by=group_by)
         scores = row_scores(planned(self.features, question, chosen).blocks, self.features.train_size, criterion)
         return selected(self.train_dataset, best_rows(scores, n, strata), scores)
 
@@ -993,7 +979,7 @@ class TrakAttributor:
             return self.features.scorer.self_influence(self.features.chosen(None)[0])
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence()
-        question = self._question(self.train_dataset, chosen, None, None, None)
+        _, question = self._asked(self.train_dataset, chosen)
         blocks = planned(self.features, question, chosen).blocks
         return torch.cat([scores[:, first:last].diagonal() for first, last, scores in blocks])
 

@@ -289,7 +289,7 @@ def checked_inputs(model: FeaturizedModel) -> int:
             "The training rows of the index are not at hand, and no dataset repo is recorded to fetch them from. "
             "Expected them, since a step is taken on them. Pass `train_dataset=` to `from_pretrained`."
         )
-    n = row_count(model.train_dataset, "train_dataset")
+    n = model.train_size
     task = model.task
     if not isinstance(task, BatchedModelOutput) or task.reference_rows(n):
         raise TypeError(

@@ -220,7 +220,7 @@ class ExactScores:
 
     def sample(self) -> list[int]:
         """Choose the rows that the curvature is fitted to."""
-        n = row_count(self.model.train_dataset, "train_dataset")
+        n = self.model.train_size
         return drawn_rows(n, self.args.curvature.sample_size(n), self.args.seed)
 
     def directory(self, model_id: int) -> Path:
@@ -277,7 +277,7 @@ class ExactScores:
         model.require_one_draw(model.train_dataset, "Self-influence is no mean over draws, since it has squares.")
         model.processes.broadcast_from_main(model.prepare_store)
         ids, sources = model.chosen(None, featurized=False)
-        total = torch.zeros(row_count(model.train_dataset, "train_dataset"))
+        total = torch.zeros(model.train_size)
         for model_id in ids:
             with self._weights(model_id, sources):
                 at = Fitted(model_id, self.fitted(model_id, owned=True))
@@ -326,7 +326,7 @@ class ExactScores:
     def _shards_of_rows(self, at: Fitted, prefix: str, width: int) -> ShardSet:
         """Return shards of numbers of the training rows."""
         directory = self.directory(at.model_id) / f"{prefix}-{self._tag(at.curvature)}"
-        n = row_count(self.model.train_dataset, "train_dataset")
+        n = self.model.train_size
         return self._shards(at, directory, prefix, ShardPlan(n, self.model.store.config["shard_size"]), width)
 
     def _shards_of_targets(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +55,7 @@ from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.sharding import RowDivision, is_sharded
-from hf_trak.scores.groups import GroupBy, target_groups
+from hf_trak.scores.groups import GroupBy, target_features, target_groups
 from hf_trak.scores.scorer import PlannedScores, Scorer
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.store.atomic import remove_stale, safe_name
@@ -598,13 +599,7 @@ class FeaturizedModel:
         for model_id in question.ids:
             shards = self._target_shards(question, model_id)
             features_of_targets.append(shards)
-
-            def features(shards: ShardSet = shards) -> Tensor:
-                if groups is None:
-                    return torch.cat([shard.grads.float() for shard in shards])
-                return groups.means((shard.start, shard.grads) for shard in shards)
-
-            targets.append(scorer.precondition(model_id, features, question.m))
+            targets.append(scorer.precondition(model_id, partial(target_features, shards, groups), question.m))
         return PreconditionedTargets(features_of_targets, targets)
 
     def targets(self, question: Question, model_id: int) -> ShardSet:

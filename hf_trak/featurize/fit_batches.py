@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.fit import Stage
-from hf_trak.data.rows import RowBatches, row_count
+from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.estimation import FitCost, largest_share
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import Featurizer
@@ -35,7 +35,7 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     processes = model.processes
     if not processes.is_main_process:
         return
-    n = row_count(model.train_dataset, "train_dataset")
+    n = model.train_size
     needed = FitCost.of(model.model, model.layout.slots, model.args, n)
     holders = processes.num_processes if is_sharded(model.model) else 1
     shortages = _shortages(needed, holders, free_bytes(model.device), _free_disk(model.store.output_dir))

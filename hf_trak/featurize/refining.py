@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_trak.curvature.conjugate_gradients import RefinedTarget, Refinement, Solutions, damping_terms, summary
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
-from hf_trak.data.rows import batch_rows, row_count
+from hf_trak.data.rows import batch_rows
 from hf_trak.errors import NonFiniteError
 from hf_trak.featurize.definition import drawn_rows
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -112,7 +112,7 @@ class TargetRefinement:
         model.require_one_draw(model.train_dataset, "A refinement multiplies by the curvature of one draw.")
         self.model, self.task, self.curvature, self.form = model, task, curvature, form
         self.refinement, self.model_id = refinement, model_id
-        self.rows = drawn_rows(row_count(model.train_dataset, "train_dataset"), refinement.rows, model.args.seed)
+        self.rows = drawn_rows(model.train_size, refinement.rows, model.args.seed)
         count = min(PARTS, len(self.rows))
         self.parts = [self.rows[part::count] for part in range(count)]
         self.damping = damping_terms(curvature, form.damping).to(model.device)

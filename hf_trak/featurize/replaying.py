@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_trak.curvature.curvature import Curvature
 from hf_trak.curvature.maps import DenseSink, GradientMap, MapSink
 from hf_trak.curvature.target_forms import LowRankForm
-from hf_trak.data.rows import batch_rows, row_count
+from hf_trak.data.rows import batch_rows
 from hf_trak.errors import HfTrakError, NonFiniteError
 from hf_trak.featurize.exact import ExactScores, Fitted
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES
@@ -173,7 +173,7 @@ class ReplayScores(ExactScores):
             Both, and the factor by which they differ from those of the loss of a row: where the loss of a row is a sum
             over labels, training divides it by their number, as it divides a batch by its rows; and clipping.
         """
-        model, n = self.model, row_count(self.model.train_dataset, "train_dataset")
+        model, n = self.model, self.model.train_size
         parts = [share_of(n, part, min(PARTS, n)) for part in range(min(PARTS, n))]
         directory, plan = self.directory(at.model_id) / "gradient-moments", ShardPlan(2 * len(parts), 2)
         shards = self._shards(at, directory, "moments", plan, model.layout.total)
@@ -221,7 +221,7 @@ class ReplayScores(ExactScores):
     ) -> Tensor:
         """Compute V of some targets from their gradients `(m, P)`."""
         model, method = self.model, self.method
-        n, steps = row_count(model.train_dataset, "train_dataset"), len(spans(self.run.steps, method.steps))
+        n, steps = model.train_size, len(spans(self.run.steps, method.steps))
         parameters = dict(model.model.named_parameters())
         weights = torch.cat([parameters[slot.name].detach().flatten().float() for slot in model.layout.slots])
         drawn = list(rows_of_products(n, method.rows, steps, self.args.seed))

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset
-from torch import Tensor
 
-from hf_trak.data.rows import HeldRows, RowPart, forward_columns, row_count
+from hf_trak.data.rows import HeldRows, RowPart, forward_columns
 from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -22,7 +21,7 @@ from hf_trak.identity.collation import collation_changes, probe_rows
 from hf_trak.methods import Index, Rerank
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import RowProgress
-from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.groups import target_features
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import (
     TOP_K_COLUMNS,
@@ -36,7 +35,6 @@ from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.shortlist import fused_shortlist, rescored, shortlist, with_plain_targets
 from hf_trak.store.revised import PrefixStore
 from hf_trak.store.sealed import content_digest
-from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
@@ -66,7 +64,7 @@ def fetched_rows(model: FeaturizedModel, source: Any, numbers: Sequence[int]) ->
         ConfigMismatchError: rows have changed, or the collator has.
         HubAccessError: they cannot be downloaded.
     """
-    n = row_count(model.train_dataset, "train_dataset")
+    n = model.train_size
     if model.args.remove_unused_columns:
         collator = model.task.collator(model.data_collator)
         columns = [*forward_columns(model.model, model.args.label_names), *model.task.batch_columns]
@@ -160,7 +158,7 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
     rank = None if args.solver_rank is None else min(args.solver_rank, store.proj_dim, store.train_size)
     scorer = Scorer(store, processes, model.device, ridge, args.solver_kind, rank)
     asked = [
-        scorer.precondition(model_id, partial(_first_columns, shards, store.proj_dim, groups), m)
+        scorer.precondition(model_id, partial(target_features, shards, groups, store.proj_dim), m)
         for model_id, shards in zip(ids, targets.features, strict=True)
     ]
     directory = model.store.output_dir / "scores"
@@ -170,12 +168,6 @@ def two_passes(model: FeaturizedModel, question: Question, method: Index, top_k:
     files = ScoreFiles(directory, "second-pass", processes, len(listed), m)
     columns = rescored(whole, targets, listed, min(top_k, n), files)
     return Answer(columns, method, lambda: model.plan(question, lambda_relative=method.lambda_relative).blocks)
-
-
-def _first_columns(shards: ShardSet, columns: int, groups: RowGroups | None) -> Tensor:
-    """Return the first columns of the features of targets, or of the means of groups of them."""
-    parts = ((shard.start, shard.grads[:, :columns].float()) for shard in shards)
-    return torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
 
 
 logger = logging.getLogger(__name__)
@@ -240,7 +232,7 @@ def reranked(model: FeaturizedModel, question: Question, method: Rerank, top_k: 
 
 def _rows_at_hand(model: FeaturizedModel, source: Any, numbers: tuple[int, ...]) -> RowPart:
     """Return the rows of a shortlist, fetched where the dataset is elsewhere."""
-    n = row_count(model.train_dataset, "train_dataset")
+    n = model.train_size
     if not getattr(source, "remote", False):
         return RowPart(numbers, n)
     return RowPart(numbers, n, fetched_rows(model, source, numbers))

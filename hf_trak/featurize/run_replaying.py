@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from hf_trak.data.rows import batch_rows, row_count
+from hf_trak.data.rows import batch_rows
 from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -88,7 +88,7 @@ class RunReplay:
             self.record = SavedRun(model.trainer, model.model, model.layout, method.start, batches.collated)
         else:
             self.record = RunRecord.open(directory)
-            n, trained = row_count(model.train_dataset, "train_dataset"), self.record.description["train_rows"]
+            n, trained = model.train_size, self.record.description["train_rows"]
             if n != trained:
                 raise HfTrakError(
                     f"The run was trained on {trained} rows, and the training dataset has {n}. Expected the rows of "
@@ -128,7 +128,7 @@ class RunReplay:
 
     def summary(self) -> RunSummary:
         """Describe the run."""
-        n = row_count(self.model.train_dataset, "train_dataset")
+        n = self.model.train_size
         return RunSummary.of(self.path, isinstance(self.record, RunRecord), n, self.record.layout.total)
 
     def plan(self, question: Question) -> PlannedScores:
@@ -232,7 +232,7 @@ class RunReplay:
 
     def _targets_of(self, place: Path, numbers: Sequence[int], identity: Identity, draw: int = 0) -> SweptTargets:
         """Plan a group of targets."""
-        n = row_count(self.model.train_dataset, "train_dataset")
+        n = self.model.train_size
         whole: Identity = {**identity, "first": numbers[0]}
         return SweptTargets(place, whole, n, len(self.path.steps), len(numbers), draw)
 

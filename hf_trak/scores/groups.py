@@ -19,6 +19,7 @@ from datasets import Dataset as HFDataset
 from torch import Tensor
 
 from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.store.shard_set import ShardSet
 
 GroupBy = str | Sequence[Any]
 """How rows are grouped: by a column of a `datasets.Dataset`, given by name, or by one value per row."""
@@ -196,6 +197,12 @@ def _ascending(values: Iterable[Any]) -> list[Any]:
         return sorted(present) + absent
     except TypeError:
         return present + absent
+
+
+def target_features(shards: ShardSet, groups: RowGroups | None, columns: int | None = None) -> Tensor:
+    """Read the features of targets, or their means over groups: `(m, k)`, or of the first columns alone."""
+    parts = ((shard.start, shard.grads[:, :columns].float()) for shard in shards)
+    return torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
 
 
 def target_groups(dataset: Any, group_by: GroupBy | None) -> RowGroups | None:

@@ -6,7 +6,7 @@ than k.
 """
 
 import math
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,35 +48,6 @@ def ridge_lambda(trace: float, n: int, k: int, lambda_relative: float) -> float:
             "again with gradients in float32."
         )
     return lambda_relative * trace / min(n, k)
-
-
-class RidgeSolver(Protocol):
-    """A way to apply (G + λI)⁻¹ to rows: [`RidgeSystem`], and those of `hf_trak.scores` for large k.
-
-    Attributes:
-        lam (`float`):
-            λ.
-        condition (`float`):
-            Condition number of G + λI; each solver says in which norm, and how it is estimated.
-        error (`float`):
-            Bound on the error of scores, beside rounding: x (G + λI)⁻¹ tᵀ is off by at most `error` times the
-            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers.
-    """
-
-    @property
-    def lam(self) -> float: ...
-
-    @property
-    def condition(self) -> float: ...
-
-    @property
-    def error(self) -> float: ...
-
-    def solve(self, targets: Tensor) -> Tensor:
-        """Compute t (G + λI)⁻¹ for every row t of `(m, k)`. Returns `(m, k)`, float64."""
-
-    def quadratic(self, features: Tensor, start: int = 0) -> Tensor:
-        """Compute x (G + λI)⁻¹ xᵀ for every row x of `(rows, k)`. Returns `(rows,)`, float64."""
 
 
 class RidgeSystem:

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hf_trak.runtime.processes import Processes, map_shards
-from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.groups import RowGroups, target_features
 from hf_trak.scores.score_files import ScoreFiles
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, ScoreBlock, fixed_size_list
 from hf_trak.scores.streaming import ScaledRows, joined, score_blocks
@@ -71,9 +71,7 @@ def with_plain_targets(
     """
     found = []
     for shards, preconditioned in zip(targets.features, targets.rows, strict=True):
-        parts = ((shard.start, shard.grads.float()) for shard in shards)
-        whole = torch.cat([part for _, part in parts]) if groups is None else groups.means(parts)
-        plain = ScaledRows.of(whole.double())
+        plain = ScaledRows.of(target_features(shards, groups).double())
         values = torch.cat([one.values.to(device) for one in (preconditioned, plain)])
         found.append(ScaledRows(values, torch.cat([_exponents(one) for one in (preconditioned, plain)])))
     return found

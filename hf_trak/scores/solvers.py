@@ -13,7 +13,7 @@ from hf_trak.runtime.checks import checked_int, free_bytes
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.dual import DualSystem, ensure_kernel, kernel_facts
 from hf_trak.scores.low_rank import LowRankSystem
-from hf_trak.scores.ridge import RidgeSolver, ridge_lambda
+from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.subspace import ALGORITHM, PASSES, PROBES, SubspaceIteration, width_of
 from hf_trak.scores.training_features import PIECE_NUMBERS, TrainingFeatures
 from hf_trak.store.solver_files import SolverFiles
@@ -204,7 +204,9 @@ class SolverReport:
         condition (`float`):
             Condition number of XᵀX + λI: an estimate in the 1-norm for `primal`, and that in the 2-norm for the
             others, which is the smaller one, by a factor of k at most.
-        error (`float`): bound on the error of scores, see [`~hf_trak.scores.ridge.RidgeSolver`].
+        error (`float`):
+            Bound on the error of scores, beside rounding: x (G + λI)⁻¹ tᵀ is off by at most `error` times the
+            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers.
         captured (`float`): share of trace(XᵀX) in the eigenvalues that are used; 1 for all others than `low_rank`.
     """
 
@@ -216,7 +218,7 @@ class SolverReport:
     captured: float = 1.0
 
     @classmethod
-    def of(cls, choice: SolverChoice, solver: RidgeSolver) -> "SolverReport":
+    def of(cls, choice: SolverChoice, solver: RidgeSystem | StreamedSolver) -> "SolverReport":
         """Describe a solver."""
         captured = solver.factors.captured if isinstance(solver, LowRankSystem) else 1.0
         return cls(choice.kind, choice.size, solver.lam, solver.condition, solver.error, captured)

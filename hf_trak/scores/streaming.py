@@ -11,6 +11,7 @@ At any time, memory holds one shard of one checkpoint (two on a GPU) and one blo
 Shards with codes are multiplied as they are, see `coded_products.py`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from hf_trak.errors import StoreError
 from hf_trak.runtime.checks import check_finite_rows
+from hf_trak.runtime.transfers import CopyEngine, copy_engine, uploaded
 from hf_trak.scores.coded_products import CodedTargets, coded_targets
-from hf_trak.scores.feature_shards import FeatureShard, codes_of, uploaded_shards
 from hf_trak.scores.ridge import RidgeSystem
-from hf_trak.store.codes import CodeFormat
+from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.shard_set import Shard
 
 _PLAIN_EXPONENT = 32
 """Rows whose largest entry is between 2⁻³² and 2³² are kept unscaled: far smaller entries still fit into float32."""
@@ -92,7 +94,7 @@ class ScaledRows:
 
 
 def score_blocks(
-    checkpoints: Sequence[Iterable[FeatureShard]],
+    checkpoints: Sequence[Iterable[Shard]],
     preconditioned_targets: Sequence["Tensor | ScaledRows"],
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Compute τ = (mean_c X_c A_cᵀ) ∘ (mean_c q_c) for m targets, one shard at a time.
@@ -114,8 +116,8 @@ def score_blocks(
     """
     rows = [one if isinstance(one, ScaledRows) else ScaledRows(one.float()) for one in preconditioned_targets]
 
-    def product(checkpoint: int, shard: FeatureShard) -> Tensor:
-        coded, matrix = codes_of(shard), rows[checkpoint]
+    def product(checkpoint: int, shard: Shard) -> Tensor:
+        coded, matrix = shard.coded, rows[checkpoint]
         if coded is not None:
             _check_columns(coded.columns, matrix.values.shape[1], checkpoint)
             return matrix.unscaled(matrix.for_codes(coded.form).product(coded))
@@ -157,7 +159,7 @@ def joined(blocks: Iterable[tuple[int, int, Tensor]], least: int) -> Iterator[tu
 
 
 def self_influence_blocks(
-    checkpoints: Sequence[Iterable[FeatureShard]], systems: Sequence[RidgeSystem]
+    checkpoints: Sequence[Iterable[Shard]], systems: Sequence[RidgeSystem]
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Compute the score of every training row for itself.
 
@@ -177,15 +179,13 @@ def self_influence_blocks(
         StoreError, NonFiniteError: as in [`score_blocks`].
     """
 
-    def product(checkpoint: int, shard: FeatureShard) -> Tensor:
+    def product(checkpoint: int, shard: Shard) -> Tensor:
         return systems[checkpoint].quadratic(shard.grads, shard.start).unsqueeze(1)
 
     return ((start, stop, block.squeeze(1)) for start, stop, block in _checked(_average(checkpoints, product)))
 
 
-def _uploaded(
-    checkpoints: Sequence[Iterable[FeatureShard]], rows: Sequence[ScaledRows]
-) -> list[Iterator[FeatureShard]]:
+def _uploaded(checkpoints: Sequence[Iterable[Shard]], rows: Sequence[ScaledRows]) -> list[Iterator[Shard]]:
     """Copy the shards of every checkpoint to the device of its targets, the next while one is multiplied."""
     return [uploaded_shards(one, matrix.values.device) for one, matrix in zip(checkpoints, rows, strict=True)]
 
@@ -198,7 +198,7 @@ def _checked(blocks: Iterable[tuple[int, int, Tensor]]) -> Iterator[tuple[int, i
 
 
 def _average(
-    checkpoints: Sequence[Iterable[FeatureShard]], product: Callable[[int, FeatureShard], Tensor]
+    checkpoints: Sequence[Iterable[Shard]], product: Callable[[int, Shard], Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Average products and weights over the checkpoints, and multiply the two means, shard by shard.
 
@@ -241,3 +241,50 @@ def _check_columns(columns: int, k: int, checkpoint: int) -> None:
             f"The features of checkpoint number {checkpoint} have {columns} columns, its targets {k}. Expected "
             "the same number. Project both with the same projector."
         )
+
+
+def uploaded_shards(
+    shards: Iterable[Shard], device: torch.device, engine: CopyEngine | None = None
+) -> Iterator[Shard]:
+    """Copy the features of shards to a device, each shard while the one before it is being processed.
+
+    Codes are copied as they are, and decoded on the device.
+
+    Args:
+        shards: shards in order. One shard is read ahead of the one that was asked for.
+        device: the device that the features are copied to. For a device without asynchronous copies (the CPU), shards
+            pass through as they are, without reading ahead.
+        engine: performs the copies, see [`hf_trak.runtime.transfers.uploaded`]. By default the engine of the device.
+
+    Yields:
+        The shards in the same order, `out_to_loss` where it was.
+    """
+    engine = engine or copy_engine(device)
+    if engine is None:
+        yield from shards
+        return
+    read: deque[Shard] = deque()
+
+    def features() -> Iterator[Tensor]:
+        for shard in shards:
+            read.append(shard)
+            yield shard.grads if shard.coded is None else _bytes_of(shard.coded)
+
+    for tensor in uploaded(features(), device, engine):
+        shard = read.popleft()
+        features_there = tensor if shard.coded is None else _of_bytes(tensor, shard.coded)
+        yield Shard(shard.start, shard.stop, features_there, shard.out_to_loss)
+        del tensor, shard, features_there  # free this shard before waiting for the next one
+
+
+def _bytes_of(coded: CodedRows) -> Tensor:
+    """Join the scales and codes of rows to one tensor, uint8."""
+    return torch.cat([coded.scale.contiguous().view(torch.uint8), *(block.flatten() for block in coded.blocks)])
+
+
+def _of_bytes(tensor: Tensor, like: CodedRows) -> CodedRows:
+    """Invert [`_bytes_of`] on a device, for rows of the same shapes."""
+    sizes = [4 * len(like), *(block.numel() for block in like.blocks)]
+    scale, *blocks = tensor.split(sizes)
+    shaped = (part.view(block.shape) for part, block in zip(blocks, like.blocks, strict=True))
+    return CodedRows(like.form, scale.view(torch.float32), tuple(shaped))

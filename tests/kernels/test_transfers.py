@@ -9,9 +9,9 @@ from rounding import assert_within, product_bound
 
 from hf_trak.runtime import transfers
 from hf_trak.runtime.transfers import BUFFERS, download, uploaded
-from hf_trak.scores import feature_shards as device_shards
-from hf_trak.scores.feature_shards import DeviceShard, uploaded_shards
-from hf_trak.scores.streaming import score_blocks
+from hf_trak.scores import streaming
+from hf_trak.scores.streaming import score_blocks, uploaded_shards
+from hf_trak.store.shard_set import Shard
 from hf_trak.traker.score_computers import BasicScoreComputer, product_through_device
 from hf_trak.utils import get_matrix_mult_blockwise
 
@@ -174,7 +174,7 @@ def test_score_computer_gives_the_same_through_copies(monkeypatch):
 
 def shards_of(features, q, size):
     return [
-        DeviceShard(start, min(start + size, len(features)), features[start : start + size], q[start : start + size])
+        Shard(start, min(start + size, len(features)), features[start : start + size], q[start : start + size])
         for start in range(0, len(features), size)
     ]
 
@@ -201,7 +201,7 @@ def test_streamed_scores_are_the_same_through_copies(monkeypatch):
 
     expected = scores()
     engine = LateEngine()
-    monkeypatch.setattr(device_shards, "copy_engine", lambda device: engine)
+    monkeypatch.setattr(streaming, "copy_engine", lambda device: engine)
     assert torch.equal(scores(), expected)
     assert engine.most_waiting > BUFFERS, "of both checkpoints"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_trak.errors import NonFiniteError
 from hf_trak.runtime import transfers
 from hf_trak.runtime.processes import map_shards
-from hf_trak.scores import coded_products, feature_shards
+from hf_trak.scores import coded_products, streaming
 from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, integers_are_exact
 from hf_trak.scores.streaming import ScaledRows, score_blocks
 from hf_trak.store.codes import CodedRows, CodeFormat
@@ -257,7 +257,7 @@ def test_codes_are_copied_to_a_device_as_they_are(problem, monkeypatch):
     one = shards(codes[0], qs[0], 5)
     expected = scores(score_blocks([one], targets[:1]))
     engine = ByteEngine()
-    monkeypatch.setattr(feature_shards, "copy_engine", lambda device: engine)
+    monkeypatch.setattr(streaming, "copy_engine", lambda device: engine)
     monkeypatch.setattr(transfers, "copy_engine", lambda device: engine)
     assert torch.equal(scores(score_blocks([one], targets[:1])), expected)
     assert engine.most_waiting > 0

@@ -1,7 +1,6 @@
 """Streamed scores equal the closed form in float64."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,16 +9,9 @@ import torch
 from hf_trak.errors import NonFiniteError, StoreError
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.streaming import score_blocks, self_influence_blocks
+from hf_trak.store.shard_set import Shard
 
 N, K, M, CHECKPOINTS = 97, 24, 6, 3
-
-
-@dataclass
-class Shard:
-    start: int
-    stop: int
-    grads: torch.Tensor
-    out_to_loss: torch.Tensor
 
 
 def shards(features: torch.Tensor, q: torch.Tensor, size: int) -> Iterator[Shard]:
