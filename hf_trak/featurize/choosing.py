@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import numpy as np
@@ -228,9 +228,6 @@ def bank_figures() -> dict[str, Any]:
     return found
 
 
-_BUDGETS: tuple[BudgetName, ...] = ("fast", "balanced", "best")
-
-
 @dataclass(frozen=True)
 class Recommended:
     """A method for one budget.
@@ -292,22 +289,20 @@ def recommend(model: FeaturizedModel, eval_dataset: Any) -> Recommendation:
     ids = model.chosen(None)[0]
     calibration = read_calibration(model, ids)
     found = options(model, m, ids, 20, calibration, measure=True)
-    rows = tuple(_row(found, found.within(budget), budget) for budget in _BUDGETS)
+    rows = []
+    for budget in get_args(BudgetName):
+        one = found.within(budget)
+        time = one.time(found.rate, found.featurizing)
+        rows.append(Recommended(budget, named(one.method), time, one.price.disk, one.why))
     recorded = isinstance(found.options[0].method, Replay)
     notes = []
     if model.trainer is not None and not recorded:
         notes.append(_RECORD)
     if calibration is None and recorded:
         notes.append(_CALIBRATE)
-    return Recommendation(rows, " ".join(notes))
+    return Recommendation(tuple(rows), " ".join(notes))
 
 
 _RECORD = "Recorded with `TrakCallback(record=True)`, the run itself can be replayed."
 
 _CALIBRATE = "`calibrate(eval_dataset)` measures the methods on this model."
-
-
-def _row(found: Options, chosen: Option, budget: BudgetName) -> Recommended:
-    return Recommended(
-        budget, named(chosen.method), chosen.time(found.rate, found.featurizing), chosen.price.disk, chosen.why
-    )

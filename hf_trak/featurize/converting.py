@@ -111,7 +111,8 @@ def converted(model: FeaturizedModel, output_dir: str | os.PathLike[str], featur
     Raises:
         As [`convert_store`].
     """
-    args = _converted_settings(model.args, model.proj_dim, output_dir, feature_dtype)
+    dtype: Any = feature_dtype
+    args = replace(model.args, output_dir=str(output_dir), feature_dtype=dtype, proj_dim=model.proj_dim)
     store = convert_store(model.store, output_dir, feature_dtype, args, model.processes)
     return type(model)(
         model.model,
@@ -182,14 +183,6 @@ def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Sc
     return Scorer(store, processes, processes.device, args.lambda_relative, *solver)
 
 
-def _converted_settings(
-    args: TrakConfig, proj_dim: int, output_dir: str | os.PathLike[str], feature_dtype: str
-) -> TrakConfig:
-    """Return the settings of a run for a conversion of its store, whose number of columns k stays."""
-    changes = {"output_dir": str(output_dir), "feature_dtype": feature_dtype, "proj_dim": proj_dim}
-    return TrakConfig(**{**args.to_dict(), **changes})
-
-
 def _check_destination(source: FeatureStore, directory: Path) -> None:
     """Refuse a directory that holds anything else than an earlier conversion."""
     ours, theirs = directory.resolve(), source.output_dir.resolve()
@@ -232,7 +225,9 @@ def _prepare_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
 
 def _convert_checkpoint(source: FeatureStore, result: FeatureStore, model_id: int, processes: Processes) -> None:
     """Convert the missing shards that fall to this process, and wait for those of the others."""
-    old, new = source.train(model_id), _without_rotation(source, result.train(model_id))
+    old, new = source.train(model_id), result.train(model_id)
+    if source.code_format is not None:  # codes are rotated already
+        new = replace(new, rotation=None)
     todo = processes.broadcast_from_main(new.unwritten)
     mine = [todo[position] for position in processes.share(len(todo))]
     what = f"{result.config['feature_dtype']} features, checkpoint {model_id}"
@@ -247,11 +242,6 @@ def _convert_checkpoint(source: FeatureStore, result: FeatureStore, model_id: in
                 new.write(index, shard.grads, shard.out_to_loss)
             progress.update(shard.stop - shard.start)
     processes.broadcast_from_main(lambda: new.require_complete("Convert the same store again; finished shards stay."))
-
-
-def _without_rotation(source: FeatureStore, shards: ShardSet) -> ShardSet:
-    """Return the same shards for rows that are rotated already, as those of codes are."""
-    return shards if source.code_format is None else replace(shards, rotation=None)
 
 
 def _progress(shards: ShardSet, what: str) -> str:

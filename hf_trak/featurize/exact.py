@@ -88,6 +88,7 @@ class ExactScores:
         self.refinement, self._damping = method.refinement, method.damping
         curvature = model.args.curvature
         curvature = curvature if method.curvature is None else replace(curvature, kind=method.curvature)
+        self.target_dtype, self.target_rank = target_dtype(model.args), target_rank(model.args)
         self.hybrid = curvature.kind == "hybrid"
         self.kind = curvature.fitted_kind
         if self.refinement is not None and is_sharded(model.model):
@@ -116,16 +117,6 @@ class ExactScores:
         if not self.hybrid:
             return self.args.curvature.whitening_damping
         return HYBRID_DAMPING_OF_TOKENS if isinstance(self.model.task, AggregatedModelOutput) else HYBRID_DAMPING
-
-    @property
-    def target_dtype(self) -> torch.dtype:
-        """Return the dtype in which preconditioned targets are kept."""
-        return target_dtype(self.args)
-
-    @property
-    def target_rank(self) -> int | None:
-        """Return the rank of the matrices in which preconditioned targets are kept, or `None` for whole ones."""
-        return target_rank(self.args)
 
     def form(self, curvature: Curvature) -> TargetForm:
         """Return the form in which preconditioned targets are kept."""

@@ -108,16 +108,14 @@ class CheckpointScores:
         if self.whitened is None:
             return start, products * weights
         if self._system is None:
-            shards = range(len(self.whitened))
+            whitened, shards = self.whitened, range(len(self.whitened))
             self._system = HybridSystem(
-                self.whitened.plan.n_rows, self._features, lambda: map(self.products, shards), self._ridge
+                whitened.plan.n_rows,
+                lambda: ((shard.start, shard.grads) for shard in whitened),
+                lambda: map(self.products, shards),
+                self._ridge,
             )
         return start, self._system.apply(start, self.whitened.read(index).grads, products) * weights
-
-    def _features(self) -> Iterator[tuple[int, Tensor]]:
-        assert self.whitened is not None
-        for shard in self.whitened:
-            yield shard.start, shard.grads
 
 
 def mean_blocks(parts: Sequence[CheckpointScores], shards: Sequence[int]) -> Iterator[ScoreBlock]:

@@ -214,7 +214,8 @@ def reranked(model: FeaturizedModel, question: Question, method: Rerank, top_k: 
         return Answer(columns, method, lambda: model.plan(question, lambda_relative=ridge).blocks)
     listed, numbers = shortlist.rows()
     index = IndexRanking.of(listed)
-    rows = _rows_at_hand(model, source, numbers)
+    held = fetched_rows(model, source, numbers) if getattr(source, "remote", False) else None
+    rows = RowPart(numbers, model.train_size, held)
     scores = ExactScores(model, method.exact, rows)
     if model.processes.is_main_process:
         logger.info("Reranking %d of %d training rows with exact scores, %s.", len(rows), rows.total, scores.kind)
@@ -228,14 +229,6 @@ def reranked(model: FeaturizedModel, question: Question, method: Rerank, top_k: 
     stage = "exact" if method.refine is None else "refined"
     columns = reranked_columns(found, np.array(rows.numbers), index, stage)
     return Answer(columns, method, lambda: scores.plan(question).blocks, rows)
-
-
-def _rows_at_hand(model: FeaturizedModel, source: Any, numbers: tuple[int, ...]) -> RowPart:
-    """Return the rows of a shortlist, fetched where the dataset is elsewhere."""
-    n = model.train_size
-    if not getattr(source, "remote", False):
-        return RowPart(numbers, n)
-    return RowPart(numbers, n, fetched_rows(model, source, numbers))
 
 
 class _Shortlist:

@@ -14,7 +14,7 @@ Both columns have one entry per label: per entry of `labels` if the row has them
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,24 @@ from hf_trak.scores.scored_dataset import HARMFUL_TOKEN_SCORES, TOKEN_POSITIONS,
 class Span:
     """A part of every target, such as one word of an answer: what `attribute(part=...)` takes.
 
-    Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part, see [`span_targets`].
+    Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part. A token belongs to a span of
+    characters if it shares at least one character with it.
 
     Args:
-        tokens, chars, words, mask_column, text_column, ids_column:
-            As for [`span_targets`].
+        tokens (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
+            Ranges of token positions: one for all rows, one per row, or the name of a column that holds them.
+        chars (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
+            Ranges of characters of the text, given in the same ways.
+        words (`str` or `Sequence[str]`, *optional*):
+            A piece that occurs exactly once in the text: one for all rows, or one per row.
+        mask_column (`str`, *optional*):
+            Name of a column of lists of 0 and 1, with one entry per token.
+        text_column (`str`, *optional*):
+            Name of the column with the text that was tokenized. By default the text is what the model says:
+            `predicted` in rows of `predict`, the assistant's turns of `messages` (for `words`), the `completion` of a
+            prompt, and else `text`, or all that the tokens say.
+        ids_column (`str`, *optional*, defaults to `"input_ids"`):
+            Name of the column with its token ids: `labels` for sequence-to-sequence models.
     """
 
     tokens: Range | Sequence[Range] | str | None = None
@@ -49,15 +62,94 @@ class Span:
     text_column: str | None = None
     ids_column: str = "input_ids"
 
-    def of(self, dataset: Dataset, tokenizer: Any, ready: Callable[[list[Any]], list[Any]] | None = None) -> Dataset:
-        """Restrict every target to the part. Result and errors are those of [`span_targets`].
+    def of(
+        self, dataset: Dataset, tokenizer: Any = None, ready: Callable[[list[Any]], list[Any]] | None = None
+    ) -> Dataset:
+        """Restrict every target to the part.
 
         Args:
-            dataset: the targets.
-            tokenizer: as there.
-            ready: makes tokens of rows that are none yet, as the trainer does.
+            dataset (`datasets.Dataset`):
+                The targets.
+            tokenizer (`PreTrainedTokenizerFast`, *optional*):
+                A fast tokenizer, for `chars` and `words`. Not needed if the dataset has a column `offset_mapping`.
+            ready (`Callable`, *optional*):
+                Makes tokens of rows that are none yet, as the trainer does.
+
+        Returns:
+            `datasets.Dataset`: the dataset with a column `target_mask`.
+
+        Raises:
+            TypeError: the targets are no `datasets.Dataset`.
+            ValueError: none or several of the four arguments are given, or one is of another form; a range is empty or
+                contains no token of its row (because the row was truncated before it, for example); the words do not
+                occur exactly once; the tokenizer gives other ids than the row has; or a column does not exist.
         """
-        return span_targets(with_tokens(dataset, ready, self.ids_column), tokenizer=tokenizer, **asdict(self))
+        dataset = with_tokens(dataset, ready, self.ids_column)
+        _require_dataset(dataset)
+        kinds = ("tokens", "chars", "words", "mask_column")
+        given = {name: value for name in kinds if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise ValueError(
+                f"Given {list(given) or 'none'} of {list(kinds)}. Expected exactly one of them, which says what the "
+                "span is."
+            )
+        masks = self._masks(dataset.with_format(None), tokenizer)
+        for index, mask in enumerate(masks):
+            if not any(mask):
+                raise ValueError(
+                    f"The span of row {index} ({', '.join(f'{name}={value!r}' for name, value in given.items())}) "
+                    f"holds none of its {len(mask)} tokens. Expected at least one. If the row was truncated before "
+                    "it, tokenize with a larger `max_length`, or leave the row out."
+                )
+        kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
+        return kept.add_column(TARGET_MASK, masks)
+
+    def _masks(self, dataset: Dataset, tokenizer: Any) -> list[list[int]]:
+        """Mark the tokens of the part in every row."""
+        if self.mask_column is not None:
+            return [[int(bool(entry)) for entry in mask] for mask in _column(dataset, self.mask_column)]
+        if self.tokens is not None:
+            lengths = [len(ids) for ids in _column(dataset, self.ids_column)]
+            given = _ranges(dataset, self.tokens, "tokens")
+            spans = [_resolved(span, n) for span, n in zip(given, lengths, strict=True)]
+            return [[int(a <= i < b) for i in range(n)] for (a, b), n in zip(spans, lengths, strict=True)]
+        words = None if self.words is None else _words(self.words, len(dataset))
+        if self.text_column is None and (said := said_column(dataset)) != "text":
+            return self._masks_of_said(dataset, words, tokenizer, said)
+        texts = list(_column(dataset, self.text_column or "text"))
+        if words is not None:
+            spans = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, words, strict=True))]
+        else:
+            given = _ranges(dataset, self.chars, "chars")
+            spans = [_resolved(span, len(text)) for span, text in zip(given, texts, strict=True)]
+        offsets = _offsets(dataset, texts, tokenizer, self.ids_column)
+        return [
+            [int(start < b and stop > a and stop > start) for start, stop in row]
+            for (a, b), row in zip(spans, offsets, strict=True)
+        ]
+
+    def _masks_of_said(
+        self, dataset: Dataset, words: list[str] | None, tokenizer: Any, said: str | None
+    ) -> list[list[int]]:
+        """Mark the tokens of `chars` or `words` in what the model says, which is found in what the tokens say."""
+        if not hasattr(tokenizer, "decode") or (words is None and said != PREDICTED):
+            raise ValueError(
+                f"`tokenizer` is {type(tokenizer).__name__}, and what the model says is in {said!r}. Expected a "
+                "tokenizer and, except for 'predicted', `words` in place of `chars`. Otherwise, give the span as "
+                "`tokens`."
+            )
+        ranges, masks = _ranges(dataset, self.chars, "chars") if words is None else [], list[list[int]]()
+        for index, (row, ids) in enumerate(zip(dataset, _column(dataset, self.ids_column), strict=True)):
+            text, own, offsets, within = said_tokens(row, ids, tokenizer, said)
+            if words is None:
+                first, last = _resolved(ranges[index], len(text))
+            else:
+                found = places(text, words[index], within)
+                _require_one(len(found), words[index], index, repr(said))
+                first, last = found[0], found[0] + len(words[index])
+            chosen = {i for i, (start, stop) in zip(own, offsets, strict=True) if start < last and stop > first}
+            masks.append([int(i in chosen) for i in range(len(ids))])
+        return masks
 
 
 def with_tokens(dataset: Dataset, ready: Callable[[list[Any]], list[Any]] | None, ids_column: str) -> Dataset:
@@ -73,75 +165,6 @@ def with_tokens(dataset: Dataset, ready: Callable[[list[Any]], list[Any]] | None
         for name in [name for name in rows[0] if name not in dataset.column_names]:
             dataset = dataset.add_column(name, [row[name] for row in rows])
     return dataset
-
-
-def span_targets(
-    dataset: Dataset,
-    *,
-    tokens: Range | Sequence[Range] | str | None = None,
-    chars: Range | Sequence[Range] | str | None = None,
-    words: str | Sequence[str] | None = None,
-    mask_column: str | None = None,
-    tokenizer: Any = None,
-    text_column: str | None = None,
-    ids_column: str = "input_ids",
-) -> Dataset:
-    """Restrict every target to a part of its labels.
-
-    Exactly one of `tokens`, `chars`, `words` and `mask_column` says which part. A token belongs to a span of
-    characters if it shares at least one character with it.
-
-    Args:
-        dataset (`datasets.Dataset`):
-            Tokenized targets.
-        tokens (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
-            Ranges of token positions: one for all rows, one per row, or the name of a column that holds them.
-        chars (`tuple[int, int]`, a sequence of them, or `str`, *optional*):
-            Ranges of characters of the text, given in the same ways.
-        words (`str` or `Sequence[str]`, *optional*):
-            A piece that occurs exactly once in the text: one for all rows, or one per row.
-        mask_column (`str`, *optional*):
-            Name of a column of lists of 0 and 1, with one entry per token.
-        tokenizer (`PreTrainedTokenizerFast`, *optional*):
-            A fast tokenizer, for `chars` and `words`. Not needed if the dataset has a column `offset_mapping`.
-        text_column (`str`, *optional*):
-            Name of the column with the text that was tokenized. By default the text is what the model says:
-            `predicted` in rows of `predict`, the assistant's turns of `messages` (for `words`), the `completion` of a
-            prompt, and else `text`, or all that the tokens say.
-        ids_column (`str`, *optional*, defaults to `"input_ids"`):
-            Name of the column with its token ids: `labels` for sequence-to-sequence models.
-
-    Returns:
-        `datasets.Dataset`: the dataset with a column `target_mask`.
-
-    Raises:
-        TypeError: the targets are no `datasets.Dataset`.
-        ValueError: none or several of the four arguments are given, or one is of another form; a range is empty or
-            contains no token of its row (because the row was truncated before it, for example); the words do not occur
-            exactly once; the tokenizer gives other ids than the row has; or a column does not exist.
-    """
-    _require_dataset(dataset)
-    given = {"tokens": tokens, "chars": chars, "words": words, "mask_column": mask_column}
-    if len(chosen := [name for name, value in given.items() if value is not None]) != 1:
-        raise ValueError(
-            f"Given {chosen or 'none'} of {list(given)}. Expected exactly one of them, which says what the span is."
-        )
-    plain = dataset.with_format(None)
-    if mask_column is not None:
-        masks = [[int(bool(entry)) for entry in mask] for mask in _column(plain, mask_column)]
-    elif tokens is not None:
-        masks = _masks_of_positions(plain, tokens, ids_column)
-    else:
-        masks = _masks_of_characters(plain, chars, words, tokenizer, text_column, ids_column)
-    for index, mask in enumerate(masks):
-        if not any(mask):
-            raise ValueError(
-                f"The span of row {index} ({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)}) "
-                f"holds none of its {len(mask)} tokens. Expected at least one. If the row was truncated before it, "
-                "tokenize with a larger `max_length`, or leave the row out."
-            )
-    kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
-    return kept.add_column(TARGET_MASK, masks)
 
 
 def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Dataset) -> Dataset:
@@ -249,38 +272,6 @@ def _column(dataset: Dataset, name: str) -> Iterable[Any]:
     return dataset[name]
 
 
-def _masks_of_positions(dataset: Dataset, tokens: Any, ids_column: str) -> list[list[int]]:
-    """Mark the tokens whose positions are in the range of their row."""
-    lengths = [len(ids) for ids in _column(dataset, ids_column)]
-    spans = [_resolved(span, n) for span, n in zip(_ranges(dataset, tokens, "tokens"), lengths, strict=True)]
-    return [[int(a <= i < b) for i in range(n)] for (a, b), n in zip(spans, lengths, strict=True)]
-
-
-def _masks_of_characters(
-    dataset: Dataset,
-    chars: Any,
-    words: str | Sequence[str] | None,
-    tokenizer: Any,
-    text_column: str | None,
-    ids_column: str,
-) -> list[list[int]]:
-    """Mark the tokens that share a character with the range `chars`, or with `words` where those are given."""
-    per_row = None if words is None else _words(words, len(dataset))
-    if text_column is None and (said := said_column(dataset)) != "text":
-        return _masks_of_said(dataset, chars, per_row, tokenizer, said, ids_column)
-    texts = list(_column(dataset, text_column or "text"))
-    if per_row is not None:
-        spans = [_only_place(text, word, i) for i, (text, word) in enumerate(zip(texts, per_row, strict=True))]
-    else:
-        given = _ranges(dataset, chars, "chars")
-        spans = [_resolved(span, len(text)) for span, text in zip(given, texts, strict=True)]
-    offsets = _offsets(dataset, texts, tokenizer, ids_column)
-    return [
-        [int(start < b and stop > a and stop > start) for start, stop in row]
-        for (a, b), row in zip(spans, offsets, strict=True)
-    ]
-
-
 def _ranges(dataset: Dataset, given: Any, name: str) -> list[Range]:
     """Read ranges given for all rows, per row, or as a column: one per row."""
     ranges: list[Any] = []
@@ -327,29 +318,6 @@ def _require_one(found: int, word: str, row: int, column: str) -> None:
             f"{word!r} occurs {found} times in the {column} of row {row}. Expected it to occur once. Give more of the "
             "words around it, or the place with `chars` or `tokens`."
         )
-
-
-def _masks_of_said(
-    dataset: Dataset, chars: Any, words: list[str] | None, tokenizer: Any, said: str | None, ids_column: str
-) -> list[list[int]]:
-    """Mark the tokens of `chars` or `words` in what the model says, which is found in what the tokens say."""
-    if not hasattr(tokenizer, "decode") or (words is None and said != PREDICTED):
-        raise ValueError(
-            f"`tokenizer` is {type(tokenizer).__name__}, and what the model says is in {said!r}. Expected a tokenizer "
-            "and, except for 'predicted', `words` in place of `chars`. Otherwise, give the span as `tokens`."
-        )
-    ranges, masks = _ranges(dataset, chars, "chars") if words is None else [], list[list[int]]()
-    for index, (row, ids) in enumerate(zip(dataset, _column(dataset, ids_column), strict=True)):
-        text, own, offsets, within = said_tokens(row, ids, tokenizer, said)
-        if words is None:
-            first, last = _resolved(ranges[index], len(text))
-        else:
-            found = places(text, words[index], within)
-            _require_one(len(found), words[index], index, repr(said))
-            first, last = found[0], found[0] + len(words[index])
-        chosen = {i for i, (start, stop) in zip(own, offsets, strict=True) if start < last and stop > first}
-        masks.append([int(i in chosen) for i in range(len(ids))])
-    return masks
 
 
 def _offsets(dataset: Dataset, texts: list[str], tokenizer: Any, ids_column: str) -> list[list[Range]]:

@@ -146,19 +146,14 @@ class SweptTargets:
         Raises:
             StoreError: the file cannot be written.
         """
-        tensors = {
-            "weights": self.cotangents.weights,
-            "first": self.cotangents.first,
-            "second": self.cotangents.second,
-            "scores": self.scores,
-            "growth": self.growth,
-            "forward": forward,
-            "settings": self.settings,
-        }
+        tensors = {**vars(self.cotangents), **self._tensors(forward)}
         write_tensors(self.file("back", self.behind), tensors, {**self.identity, "step": self.behind})
         for later in self.files("back"):
             if later > self.behind:
                 self.file("back", later).unlink(missing_ok=True)
+
+    def _tensors(self, forward: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.scores, "growth": self.growth, "forward": forward, "settings": self.settings}
 
     def conclude(self, forward: Tensor) -> None:
         """Write the result of all steps.
@@ -169,8 +164,7 @@ class SweptTargets:
         Raises:
             StoreError: the file cannot be written.
         """
-        growth = self.growth / self._start
-        tensors = {"scores": self.scores, "growth": growth, "forward": forward, "settings": self.settings}
+        tensors = {**self._tensors(forward), "growth": self.growth / self._start}
         write_tensors(self.result_path, tensors, self.identity)
 
     def clean(self) -> None:

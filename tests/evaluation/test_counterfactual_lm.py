@@ -8,7 +8,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.scores.spans import span_targets
+from hf_trak.scores.spans import Span
 
 pytestmark = pytest.mark.slow  # a training and a featurization of some seconds
 
@@ -66,7 +66,7 @@ def targets(tokenizer) -> Dataset:
         for i, (country, city) in enumerate(CAPITALS.items())
     ]
     asked = Dataset.from_dict({"text": texts}).map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]})
-    return span_targets(asked, words=list(CAPITALS.values()), tokenizer=tokenizer)
+    return Span(words=list(CAPITALS.values())).of(asked, tokenizer)
 
 
 def train(rows: Dataset, vocabulary: int, seed: int, epochs: int = 100) -> tf.GPT2LMHeadModel:

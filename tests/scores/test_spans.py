@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from hf_trak import Span, TrakAttributor, TrakConfig
 from hf_trak.modelout_functions import CausalLMModelOutput
-from hf_trak.scores.spans import single_labels, span_targets
+from hf_trak.scores.spans import single_labels
 
 TEXTS = [
     "the red fox sleeps in the barn", "a blue bird sings", "the red bird sleeps", "the fox sings in a blue barn today",
@@ -128,6 +128,10 @@ def test_single_labels_repeat_rows_with_the_weight_of_each_label(attributor, row
 
 
 # -- which tokens a span is ------------------------------------------------------------------------------------------
+
+
+def span_targets(dataset, tokenizer=None, **span):
+    return Span(**span).of(dataset, tokenizer)
 
 
 def masks(dataset) -> list[list[int]]:
