@@ -114,18 +114,7 @@ def converted(model: FeaturizedModel, output_dir: str | os.PathLike[str], featur
     dtype: Any = feature_dtype
     args = replace(model.args, output_dir=str(output_dir), feature_dtype=dtype, proj_dim=model.proj_dim)
     store = convert_store(model.store, output_dir, feature_dtype, args, model.processes)
-    return type(model)(
-        model.model,
-        args,
-        model.train_dataset,
-        model.data_collator,
-        model.processing_class,
-        model.task,
-        store=store,
-        sources=model.sources,
-        recorded_rows=model.recorded_rows,
-        num_workers=model.num_workers,
-    )
+    return model.another(args, store=store, recorded_rows=model.recorded_rows, num_workers=model.num_workers)
 
 
 def converted_config(source: FeatureStore, feature_dtype: str) -> dict[str, Any]:

@@ -61,9 +61,8 @@ class FitCost:
     @classmethod
     def of(cls, model: nn.Module, slots: Sequence[ParameterSlot], args: TrakConfig, n: int) -> "FitCost":
         """Work it out for n training rows."""
-        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        matrices = [_matrices(slot) for slot in slots if id(parameters[slot.name]) not in tables]
+        tables = weights_of(model, nn.Embedding)
+        matrices = [_matrices(slot) for slot in slots if slot.name not in tables]
         shapes = [shape for found in matrices for shape in found]
         single = args.curvature.kind in ("diagonal", "identity")
         bases = 0 if single else sum(_cut_squares(side) for shape in shapes for side in shape)
@@ -81,6 +80,12 @@ class FitCost:
             f"{slot.name!r} ({' × '.join(f'{n:,}' for n in slot.shape)}{bases}) takes {byte_size(self.memory)} of "
             f"the memory and {byte_size(self.disk)} of the disk"
         )
+
+
+def weights_of(model: nn.Module, kinds: Any) -> frozenset[str]:
+    """List the weights of modules of some classes, by all their names."""
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
 
 
 def _matrices(slot: ParameterSlot) -> list[tuple[int, int]]:

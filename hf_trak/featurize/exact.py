@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.conjugate_gradients import REFINED_DAMPING, Refinement
 from hf_trak.curvature.curvature import Curvature, FitPlan, identity_curvature
@@ -25,6 +26,7 @@ from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import RowPart, row_count
 from hf_trak.errors import SingularGramError
 from hf_trak.featurize.definition import CURVATURE_VERSION, Checkpoints, drawn_rows, new_checkpoints
+from hf_trak.featurize.estimation import weights_of
 from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,
     CheckpointScores,
@@ -35,7 +37,7 @@ from hf_trak.featurize.exact_blocks import (
     whole_targets,
 )
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.fit_batches import FitBatches, embeddings, transposed
+from hf_trak.featurize.fit_batches import FitBatches
 from hf_trak.featurize.owned import OwnedPasses, TargetBlocks, begun_with, check_targets, own_form, whole_width
 from hf_trak.featurize.question import Question
 from hf_trak.featurize.refining import TargetRefinement, refined_identity
@@ -178,8 +180,8 @@ class ExactScores:
             self.kind,
             tuple(rows),
             self.args.batch_size,
-            embeddings(self.model.model),
-            transposed(self.model.model),
+            weights_of(self.model.model, nn.Embedding | nn.EmbeddingBag),
+            weights_of(self.model.model, Conv1D),
             f"curvature, checkpoint {model_id}",
         )
         identity = self.identity(model_id, rows)

@@ -178,6 +178,22 @@ class FeaturizedModel:
         if getattr(model, "hf_device_map", None) is None and not is_sharded(model):
             model.to(self.device)
 
+    def another(self, args: TrakConfig, **changes: Any) -> Self:
+        """Build a model with these weights, task and rows, and with another configuration.
+
+        Args:
+            args: the configuration.
+            changes: other arguments of the constructor, by name.
+        """
+        own = {
+            "train_dataset": self.train_dataset,
+            "data_collator": self.data_collator,
+            "processing_class": self.processing_class,
+            "task": self.task,
+            "sources": self.sources,
+        }
+        return type(self)(self.model, args, **own | changes)
+
     def _check_division(self) -> None:
         """Check, with all processes, how they divide the parameters, and find those that have the same rows."""
         if self._lockstep is None:

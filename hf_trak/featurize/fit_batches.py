@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
 from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.estimation import FitCost, largest_share
@@ -65,18 +62,6 @@ def _free_disk(directory: Path) -> int:
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free
-
-
-def embeddings(model: nn.Module) -> frozenset[str]:
-    """List the parameters that are tables of embeddings, by all their names."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in tables)
-
-
-def transposed(model: nn.Module) -> frozenset[str]:
-    """List the weights whose rows are inputs, by all their names."""
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
-    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in weights)
 
 
 def _featurizer(model: FeaturizedModel, task: AbstractModelOutput) -> Featurizer:

@@ -75,15 +75,10 @@ def revise(
         if "collation" in config:
             added_config["collation"] = model.collation(added_rows)
         added = FeatureStore.open(directory / "added", added_config)
-    revised = type(model)(
-        model.model,
+    revised = model.another(
         replace(model.args, output_dir=str(directory)),
         train_dataset=train_dataset,
-        data_collator=model.data_collator,
-        processing_class=model.processing_class,
-        task=model.task,
         store=RevisedStore(directory, opened.config, store, excluded, added),
-        sources=model.sources,
         revision=Revision(model, change),
     )
     if added is not None:
