@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from hf_trak.data.batch_limits import BatchLimits
 from hf_trak.data.columns import is_text
 from hf_trak.data.language import TOKENS, tokenize_prompt
-from hf_trak.data.rows import attribute_of, row_count
+from hf_trak.data.rows import attribute_of, batch_rows, row_count
 from hf_trak.data.said import PREDICTED
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
@@ -79,9 +79,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
     size, found = model.args.batch_size, dict[int, int]()
-    for rows, batch in batches.iterate(
-        [range(low, min(low + size, len(dataset))) for low in range(0, len(dataset), size)]
-    ):
+    for rows, batch in batches.iterate(list(batch_rows(0, len(dataset), size))):
         args, kwargs = _task_of_targets(model).model_inputs(featurizer.in_dtype_of_model(batch))
         with pass_settings(model.model), torch.no_grad():
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
