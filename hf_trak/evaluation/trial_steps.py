@@ -57,7 +57,7 @@ class TrialSteps:
         self.rows, self.targets = featurizer.batches(rows), featurizer.batches(targets, "target")
         self.batch_size = featurizer.args.batch_size
         self._cast = False
-        self._target_batches = list(self.targets.iterate(list(batch_rows(0, len(targets), self.batch_size))))
+        self._target_batches = list(self.targets.iterate(batch_rows(0, len(targets), self.batch_size)))
         self._start: Direction = []
         self.start_output = np.zeros(len(targets))
         """The targets' outputs before any step, `(m,)`."""

@@ -79,7 +79,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
     size, found = model.args.batch_size, dict[int, int]()
-    for rows, batch in batches.iterate(list(batch_rows(0, len(dataset), size))):
+    for rows, batch in batches.iterate(batch_rows(0, len(dataset), size)):
         args, kwargs = _task_of_targets(model).model_inputs(featurizer.in_dtype_of_model(batch))
         with pass_settings(model.model), torch.no_grad():
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()

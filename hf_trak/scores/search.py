@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hf_trak.errors import StoreError
+from hf_trak.runtime.checks import required
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.atomic import atomic_path
@@ -80,7 +81,7 @@ class GradientSearch:
             ) from error
         if not index.is_trained:
             index.train(_first(checkpoints, _TRAINING_ROWS))
-        for _, vectors in _vectors(checkpoints):
+        for vectors in _vectors(checkpoints):
             index.add(vectors)
         return cls(model_ids, identity, FaissIndex(custom_index=index))
 
@@ -162,30 +163,25 @@ def verify_search(directory: Path) -> Iterator[Finding]:
 
 
 def _faiss() -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise ImportError(
-            "Interactive search needs FAISS, which is not installed. Install it with `pip install faiss-cpu`, "
-            "or use `attribute`, which needs none."
-        ) from error
-    return faiss
+    """Import `faiss`. Raises `ModuleNotFoundError` where it is not installed."""
+    return required(
+        "faiss",
+        "Interactive search needs FAISS, which is not installed. Install it with `pip install faiss-cpu`, or use "
+        "`attribute`, which needs none.",
+    )
 
 
-def _vectors(checkpoints: Sequence[ShardSet]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first row and the vectors v `(rows, C·k)` of every shard."""
+def _vectors(checkpoints: Sequence[ShardSet]) -> Iterator[np.ndarray]:
+    """Yield the vectors v `(rows, C·k)` of every shard."""
     for index in range(len(checkpoints[0])):
         shards = [one.read(index) for one in checkpoints]
-        first = shards[0]
-        if any((shard.start, shard.stop) != (first.start, first.stop) for shard in shards):
-            raise StoreError("The checkpoints are cut into shards differently. Featurize them with one shard size.")
         weight = torch.stack([shard.out_to_loss for shard in shards]).mean(0).unsqueeze(1)
-        yield first.start, torch.cat([shard.grads.float() * weight for shard in shards], dim=1).numpy()
+        yield torch.cat([shard.grads.float() * weight for shard in shards], dim=1).numpy()
 
 
 def _first(checkpoints: Sequence[ShardSet], rows: int) -> np.ndarray:
     parts, count = [], 0
-    for _, vectors in _vectors(checkpoints):
+    for vectors in _vectors(checkpoints):
         parts.append(vectors)
         count += len(vectors)
         if count >= rows:
