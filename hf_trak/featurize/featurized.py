@@ -219,25 +219,14 @@ class FeaturizedModel:
             self._store = FeatureStore.open(self.args.output_dir, self.store_config(), COMPARISONS)
         return self._store
 
-    def require_same_inputs(self) -> None:
-        """Compare model, task, rows and settings, as they are now, with what the store was made with.
-
-        Raises:
-            ConfigMismatchError: something has changed, in this process or since an earlier one.
-            ValueError: rows come out at random.
-        """
-        if self._store is None:
-            _ = self.store  # which compares
-            return
-        self._store.require_same(self.store_config(), COMPARISONS)
-
     def store_config(self) -> dict[str, Any]:
         """Describe everything that defines the features: the content of the store's `trak_config.json`."""
         if self.revision is not None:
             return {**self.revision.original.store_config(), **self.revision.change}
+        algorithm = self.projector().algorithm
         with classes_before_fsdp(self.model):
             return {
-                **self._settings(),
+                **feature_settings(self.model, self.args, self.layout, algorithm, self.proj_dim, self.train_size),
                 **self._row_identity(),
                 "task": task_identity(self.task, self.model),
                 "mixed_precision": mixed_precision(self.model),
@@ -265,11 +254,6 @@ class FeaturizedModel:
             ValueError: it is not the same each time, even with the same seeds.
         """
         return collation_of_rows(self.row_batches(dataset, side))
-
-    def _settings(self) -> dict[str, Any]:
-        return feature_settings(
-            self.model, self.args, self.layout, self.projector().algorithm, self.proj_dim, self.train_size
-        )
 
     def feature_map(self, model_id: int) -> BlockProjector | GradientMap:
         """Return the map from gradients to features under the weights that the model has now.
@@ -480,8 +464,16 @@ class FeaturizedModel:
         return 1.0
 
     def prepare_store(self) -> None:
-        """Compare the inputs of a call with those of the store, and remove what processes that died left there."""
-        self.require_same_inputs()
+        """Compare model, task, rows and settings, as they are now, with what the store was made with.
+
+        What processes that died left in the store is removed.
+
+        Raises:
+            ConfigMismatchError: something has changed, in this process or since an earlier one.
+            ValueError: rows come out at random.
+        """
+        if self._store is not None:
+            self._store.require_same(self.store_config(), COMPARISONS)  # as opening one does
         for one in remove_stale(self.store.output_dir):
             logger.info("Removed %s, left behind by a process that died.", one.path)
 
