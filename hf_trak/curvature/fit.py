@@ -301,12 +301,7 @@ class CurvatureFit:
         if stage not in self._computers:  # processes without a part never need one
             self._computers[stage] = self.source.computer(stage)
         computer = self._computers[stage]
-        split = SplitBatch.of(batch)
-        if split.size != len(rows):
-            raise ValueError(
-                f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample per "
-                "row. Use a collator that neither drops nor adds samples."
-            )
+        split = SplitBatch.of_rows(batch, len(rows))
         try:
             if split.size == 1:
                 computer.stream(split.picked([0, 0]), FirstRow(sink))

@@ -190,11 +190,7 @@ class TargetRefinement:
         cuts = [[part[i] for i in cut] for cut in batch_rows(0, len(part), size)]
         total = torch.zeros_like(directions)
         for rows, batch in featurizer.batches(self.model.train_dataset).iterate(cuts):
-            if SplitBatch.of(batch).size != len(rows):
-                raise ValueError(
-                    f"The collator made a batch of {SplitBatch.of(batch).size} samples from {len(rows)} rows. "
-                    "Expected one sample per row. Use a collator that neither drops nor adds samples."
-                )
+            SplitBatch.of_rows(batch, len(rows))  # which checks that there is one sample for each
             try:
                 total += self._product.products(featurizer.in_dtype_of_model(batch), directions)
             except Exception as error:

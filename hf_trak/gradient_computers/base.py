@@ -218,6 +218,21 @@ class SplitBatch:
         kind = type(batch) if kept else dict if is_mapping else tuple
         return cls(size, mapped, constant, tuple(items), is_mapping, listed, kind)
 
+    @classmethod
+    def of_rows(cls, batch: Batch, rows: int) -> "SplitBatch":
+        """Take a batch of some rows apart.
+
+        Raises:
+            ValueError: it has not one sample per row.
+        """
+        split = cls.of(batch)
+        if split.size != rows:
+            raise ValueError(
+                f"The collator made a batch of {split.size} samples from {rows} rows. Expected one sample per row. "
+                "Use a collator that neither drops nor adds samples."
+            )
+        return split
+
     def rebuild(self, mapped: Mapping[Any, Any]) -> Batch:
         """Make a batch of the same kind with other tensors in place of the mapped ones."""
         values = {**self.constant, **mapped}

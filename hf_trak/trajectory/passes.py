@@ -106,7 +106,7 @@ class StepPasses:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def rows(self, batches: Sequence[MicroBatch], side: Side = "train") -> Iterator[RowGradients]:
+    def rows(self, batches: Sequence[MicroBatch]) -> Iterator[RowGradients]:
         """Compute the gradients of the rows of a step, as many at a time as fit into [`ROW_BYTES`].
 
         Raises:
@@ -115,17 +115,12 @@ class StepPasses:
         """
         together = max(1, ROW_BYTES // (self.layout.total * ROW_COPIES))
         for passed, rows, batch in self._drawn(batches):
-            split = SplitBatch.of(batch)
-            if split.size != len(rows):
-                raise HfTrakError(
-                    f"The collator made a batch of {split.size} samples from {len(rows)} rows. Expected one sample "
-                    "per row. Use a collator that neither drops nor adds samples."
-                )
+            split = SplitBatch.of_rows(batch, len(rows))
             shares = self.shares(passed, batch)
             for first in range(0, len(rows), together):
                 last = min(first + together, len(rows))
                 part = batch if last - first == len(rows) else split.rows(first, last)
-                found, losses = self.gradients(part, last - first, side)
+                found, losses = self.gradients(part, last - first, "train")
                 found.mul_(-passed.scale * shares[first:last].unsqueeze(1))
                 if not bool(torch.isfinite(found.sum())):
                     raise NonFiniteError(
