@@ -56,8 +56,14 @@ def test_values(name: str, nonzeros: int) -> None:
     assert torch.equal(projected(name, nonzeros, x), found * projector.scale)
 
 
-@pytest.mark.parametrize(("name", "nonzeros"), CASES)
-@pytest.mark.parametrize("n", [1, 511, 8192 + 700])
+@pytest.mark.parametrize(
+    ("name", "nonzeros", "n"),
+    [
+        pytest.param(*case, n, marks=pytest.mark.slow if n > 8192 and case[0] != "sjlt" else [])
+        for case in CASES
+        for n in (1, 511, 8192 + 700)
+    ],
+)
 def test_transposed(name: str, nonzeros: int, n: int) -> None:
     torch.manual_seed(0)
     y = torch.randn(3, K)

@@ -144,7 +144,7 @@ def kill_and_resume(reference: Reference, place: Path, kills: int, seed: int) ->
 
 
 def test_killed_at_any_moment(reference: Reference, tmp_path: Path) -> None:
-    kill_and_resume(reference, tmp_path, kills=6, seed=0)
+    kill_and_resume(reference, tmp_path, kills=4, seed=0)
 
 
 @pytest.mark.exhaustive
