@@ -18,7 +18,7 @@ from hf_trak.projectors import NormalProjector, RademacherProjector, SparseProje
 
 SAMPLES = 8
 NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None}
-REAL = ["conv", "bert", "gpt2", "last_layer", "lora"]
+SMALL, LARGE = ("conv", "last_layer"), ("bert", "gpt2", "lora")
 
 
 def per_sample_gradients(model, losses):
@@ -106,7 +106,7 @@ def gradients(name):
 def test_sizes_of_the_gradients():
     assert gradients("last_layer").shape == (SAMPLES, 5010)
     assert gradients("lora").shape == (SAMPLES, 49_152)
-    for name in REAL:
+    for name in SMALL + LARGE:
         assert torch.isfinite(gradients(name)).all()
 
 
@@ -157,9 +157,9 @@ def check_bias_and_variance(features, grads, k, subtract, lowest=0.9):
 
 
 @pytest.mark.parametrize("k", [64, 512, 4096])
-@pytest.mark.parametrize("name", ["conv", "last_layer"])
+@pytest.mark.parametrize("name", SMALL)
 def test_rademacher_inner_products(name, k):
-    features = projections(RademacherProjector, ("conv", "last_layer"), 4096, 130)[name]
+    features = projections(RademacherProjector, SMALL, 4096, 130)[name]
     check_bias_and_variance(features, gradients(name), k, subtract=1)
 
 
@@ -171,26 +171,26 @@ def test_normal_inner_products(k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [64, 512, 4096])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "lora"])
+@pytest.mark.parametrize("name", LARGE)
 def test_rademacher_inner_products_of_more_parameters(name, k):
-    features = projections(RademacherProjector, ("bert", "gpt2", "lora"), 4096, 130)[name]
+    features = projections(RademacherProjector, LARGE, 4096, 130)[name]
     check_bias_and_variance(features, gradients(name), k, subtract=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["conv", "last_layer"])
+@pytest.mark.parametrize("name", SMALL)
 def test_normal_inner_products_at_4096(name):
-    features = projections(NormalProjector, ("conv", "last_layer"), 4096, 130)[name]
+    features = projections(NormalProjector, SMALL, 4096, 130)[name]
     check_bias_and_variance(features, gradients(name), 4096, subtract=0)
 
 
 @pytest.mark.parametrize(("k", "nonzeros"), [(64, 1), (512, 1), (4096, 1), (512, 4)])
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_sjlt_inner_products(name, k, nonzeros):
     """The variance has the theory of independent buckets as its upper limit. It is lower for small P, since
     coordinates of one chunk collide less often than by chance."""
     seeds = 600 if k == 4096 else 300  # few, heavy collisions: the variance is harder to estimate
-    unscaled = projections(SparseProjector, tuple(REAL), k, seeds, nonzeros)[name]
+    unscaled = projections(SparseProjector, SMALL if name in SMALL else LARGE, k, seeds, nonzeros)[name]
     features = unscaled * math.sqrt(k / nonzeros)  # `deviations` divides by k
     check_bias_and_variance(features, gradients(name), k, subtract=1, lowest=0.2)
 
