@@ -27,7 +27,7 @@ from hf_trak.runtime.checks import checked_int
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.scores.tables import TOP, gram_batch, merge_top, score_batch
 from hf_trak.store.store import Gram
-from hf_trak.store.table_files import Fragment, fragments_of, read_fragment
+from hf_trak.store.table_files import Footers, Fragment, fragments_of, read_fragment
 
 PART = "part"
 MOST_PARTS = 1024
@@ -90,7 +90,7 @@ def best_rows(
         StoreError: a file is damaged, or the engine has failed or has not returned each part once.
     """
     k, m = checked_int(k, "k", 1, type_error=ValueError), len(targets.values)
-    function = partial(_score_parts, targets=targets, k=k, largest=largest)
+    function = partial(_score_parts, footers=Footers(), targets=targets, k=k, largest=largest)
     found = _asked(engine, paths, function, lambda rows: m * min(k, rows))
     return merge_top((table.select(TOP.names) for table in found), k, largest)
 
@@ -111,7 +111,7 @@ def gram(engine: Engine, paths: Sequence[str | Path]) -> Gram:
     """
     waiting: dict[int, Gram] = {}
     total, following = None, 0
-    for table in _asked(engine, paths, _gram_parts, lambda rows: 1):
+    for table in _asked(engine, paths, partial(_gram_parts, footers=Footers()), lambda rows: 1):
         for row in table.to_pylist():
             values = np.frombuffer(bytearray(row["matrix"]))
             matrix = torch.from_numpy(values.reshape(2 * [round(len(values) ** 0.5)]))
@@ -185,23 +185,25 @@ def _parts(parts: pa.Table) -> Iterator[tuple[int, list[Fragment]]]:
         yield row[PART], [Fragment(**one) for one in row["fragments"]]
 
 
-def _score_parts(parts: pa.Table, targets: ScaledRows, k: int, largest: bool) -> pa.Table:
+def _score_parts(parts: pa.Table, footers: Footers, targets: ScaledRows, k: int, largest: bool) -> pa.Table:
     """Find the best rows of each part: columns of `TOP`, and the number of the part."""
     found = [TOP.empty_table().append_column(PART, pa.array([], pa.int64()))]
     for number, fragments in _parts(parts):
-        best = merge_top((score_batch(read_fragment(one), targets, k, largest) for one in fragments), k, largest)
+        best = merge_top(
+            (score_batch(read_fragment(one, footers), targets, k, largest) for one in fragments), k, largest
+        )
         found.append(best.append_column(PART, pa.array(np.full(len(best), number))))
     return pa.concat_tables(found)
 
 
-def _gram_parts(parts: pa.Table) -> pa.Table:
+def _gram_parts(parts: pa.Table, footers: Footers) -> pa.Table:
     """Compute XᵀX of each part, as the bytes of a matrix."""
     schema = pa.schema([(PART, pa.int64()), ("n", pa.int64()), ("trace", pa.float64()), ("matrix", pa.large_binary())])
     rows = []
     for number, fragments in _parts(parts):
         total = None
         for fragment in fragments:
-            total = _sum(total, gram_batch(read_fragment(fragment)))
+            total = _sum(total, gram_batch(read_fragment(fragment, footers)))
         assert total is not None  # a part has fragments
         rows.append((number, total.n, total.trace, total.matrix.numpy().tobytes()))
     return pa.table([list(column) for column in zip(*rows, strict=True)] or [[]] * 4, schema=schema)

@@ -107,20 +107,34 @@ def table_paths(paths: Sequence[str | Path]) -> list[str]:
     return found
 
 
+Footers = dict[str, pq.FileMetaData]
+"""Footers of tables that were read, by path: a file of many row groups has a footer of megabytes."""
+
+
 @contextmanager
-def opened(path: str | Path) -> Iterator[pq.ParquetFile]:
+def opened(path: str | Path, footers: Footers | None = None) -> Iterator[pq.ParquetFile]:
     """Open a table.
+
+    Args:
+        path: the file.
+        footers: those that are known; that of the file is read and put there if it is not. `None` reads it.
 
     Raises:
         StoreError: it cannot be reached, or is no Parquet file, or damaged in what is read.
     """
     with ExitStack() as stack:
         stack.enter_context(_reached(path))
-        source, elsewhere = path, is_address(path)
+        source, elsewhere, known = path, is_address(path), {} if footers is None else footers
         if elsewhere:
             system, name = _system(path)
             source = stack.enter_context(system.open(name, "rb", cache_type="none"))
-        yield stack.enter_context(pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=elsewhere))
+        file = stack.enter_context(
+            pq.ParquetFile(
+                source, metadata=known.get(str(path)), page_checksum_verification=True, pre_buffer=elsewhere
+            )
+        )
+        known[str(path)] = file.metadata
+        yield file
 
 
 def _system(path: str | Path) -> tuple[Any, str]:
@@ -239,13 +253,17 @@ def _row_bytes(schema: pa.Schema) -> int:
     return sum(one.list_size * one.value_type.bit_width // 8 for one in lists) + sum(one.byte_width for one in codes)
 
 
-def read_fragment(fragment: Fragment) -> pa.Table:
+def read_fragment(fragment: Fragment, footers: Footers | None = None) -> pa.Table:
     """Read a row group, without the columns of the training rows, after the checksums of its pages were compared.
+
+    Args:
+        fragment: the row group.
+        footers: as in [`opened`].
 
     Raises:
         StoreError: the file cannot be read, is damaged, or has other rows there.
     """
-    with opened(fragment.path) as file:
+    with opened(fragment.path, footers) as file:
         names = [name for name in OWN if name in file.schema_arrow.names]
         table = file.read_row_group(fragment.row_group, columns=names)
     if not np.array_equal(table.column(ROW_ID).to_numpy(), np.arange(fragment.start, fragment.stop)):

@@ -19,7 +19,7 @@ from hf_trak.store.codes import CodedRows
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.store import FeatureStore
-from hf_trak.store.table_files import Fragment, TableFacts, checkpoints_of, not_a_table, read_fragment, shown
+from hf_trak.store.table_files import Footers, Fragment, TableFacts, checkpoints_of, not_a_table, read_fragment, shown
 from hf_trak.store.tables import features_as, rows_of
 
 _READING = Lock()
@@ -135,6 +135,7 @@ class TableShards(ShardSet):
     content: str = ""
     fragments: list[Fragment] = field(default_factory=list)
     _held: tuple[Fragment, pa.Table] | None = field(default=None, init=False, repr=False)
+    _footers: Footers = field(default_factory=dict, init=False, repr=False)
 
     def exists(self, index: int) -> bool:
         return True
@@ -173,9 +174,9 @@ class TableShards(ShardSet):
     def _table(self, fragment: Fragment) -> pa.Table:
         """Read a row group. One that goes on in another shard is kept until the next is read."""
         if fragment.stop - fragment.start <= self.plan.shard_size:
-            return read_fragment(fragment)
+            return read_fragment(fragment, self._footers)
         with _READING:
             if self._held is None or self._held[0] != fragment:
                 self._held = None
-                self._held = fragment, read_fragment(fragment)
+                self._held = fragment, read_fragment(fragment, self._footers)
             return self._held[1]

@@ -1,12 +1,15 @@
 """Tables asked where they are: the bits of `attribute` from shards, from disk and from a server, by any engine."""
 
 import functools
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,8 +21,9 @@ from hf_trak import Exact, Index, TrakAttributor, TrakConfig
 from hf_trak.engines import engine as engine_module
 from hf_trak.engines.engine import Engine, LocalEngine
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
+from hf_trak.store.sealed import sealed_bytes, unsealed
 from hf_trak.store.store import FeatureStore
-from hf_trak.store.table_files import fragments_of
+from hf_trak.store.table_files import FACTS, fragments_of
 from hf_trak.store.tables import write_table
 
 __all__ = ["client", "hub"]  # fixtures
@@ -157,6 +161,91 @@ def test_a_failing_server_changes_no_bit(case: str, hub: Hub, served: tuple[Tabl
         index.asked(None, address, output_dir=str(tmp_path))
     hub.faults.clear()
     index.asked(None, address, output_dir=str(tmp_path))
+
+
+Change = Callable[[pa.Table], pa.Table]
+
+
+def cast(name: str, kind: pa.DataType) -> Change:
+    """Give a column another type, and values of zero."""
+
+    def change(table: pa.Table) -> pa.Table:
+        size = kind.byte_width if pa.types.is_fixed_size_binary(kind) else kind.list_size * 4
+        values = pa.Array.from_buffers(pa.binary(size), N, [None, pa.py_buffer(bytes(N * size))]).view(kind)
+        facts = table.schema.field(name).metadata
+        return table.set_column(table.schema.get_field_index(name), pa.field(name, kind, metadata=facts), values)
+
+    return change
+
+
+def edited(name: str, value: Any) -> Change:
+    """Change a column in row 3."""
+
+    def change(table: pa.Table) -> pa.Table:
+        values = table.column(name).to_pylist()
+        field = table.schema.field(name)
+        values[3] = value
+        return table.set_column(
+            table.schema.get_field_index(name), field.with_nullable(True), pa.array(values, field.type)
+        )
+
+    return change
+
+
+def told(key: str, value: Any) -> Change:
+    """Change what the metadata say of the store, with a checksum that fits."""
+
+    def change(table: pa.Table) -> pa.Table:
+        facts = unsealed(json.loads(table.schema.metadata[FACTS]))
+        (facts if key in facts else facts["config"])[key] = value
+        return table.replace_schema_metadata({FACTS: sealed_bytes(facts)})
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "codes of other widths": (cast("codes", pa.binary(31)), "`codes` has the type"),
+    "more features than the store": (told("proj_dim", 65), "another configuration|its features are not 65"),
+    "another kind of features": (told("feature_dtype", "float32"), "another configuration|its features are not"),
+    "a scale that is no number": (edited("scale", float("nan")), "scale"),
+    "an infinite weight": (edited("q", float("inf")), "gradient"),
+    "a null scale": (edited("scale", None), "1 nulls"),
+    "null codes": (edited("codes", None), "1 nulls"),
+    "a row twice": (edited("row_id", 4), "has not rows"),
+    "a row less": (lambda table: table.slice(0, N - 1), f"After row {N - 2} of {N}"),
+    "no weights": (lambda table: table.drop_columns(["q"]), "no column `q`"),
+    "more rows than there are": (told("train_size", 10**12), "of 1000000000000"),
+    "rows as text": (told("train_size", "60"), "of 60"),
+    "shards of nothing": (told("shard_size", 0), "`shard_size`"),
+    "more features than readers accept": (told("proj_dim", 10**9), "`proj_dim` is 1000000000"),
+    "no fingerprint": (told("checkpoint", {"model_id": 0}), "metadata do not say"),
+    "an id that is text": (told("checkpoint", {"model_id": "../..", "fingerprint": "a"}), "metadata do not say"),
+    "a configuration that is a list": (told("config", [1]), "metadata do not say"),
+    "another model": (told("checkpoint", {"model_id": 0, "fingerprint": "a"}), "Expected one of those"),
+    "another task": (told("task", {"class": "os.system", "settings": {}}), "cannot be built|another configuration"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_tables_are_refused(case: str, place: Path, tmp_path: Path) -> None:
+    change, message = HOSTILE[case]
+    index = made("int4", place)
+    pq.write_table(change(pq.read_table(index.directory.parent / "whole.parquet")), tmp_path / "index.parquet")
+    with pytest.raises((HfTrakError, ValueError), match=message):
+        index.asked(None, tmp_path / "index.parquet", output_dir=str(tmp_path / "work"))
+
+
+def test_bombs_are_refused_before_they_are_read(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a few kilobytes, whose rows would fill the memory."""
+    index, path = made("int4", place), tmp_path / "index.parquet"
+    table = pq.read_table(index.directory.parent / "whole.parquet", columns=["row_id"])
+    wide = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(N << 16, np.float32)), 1 << 16)
+    pq.write_table(table.append_column("features", wide), path, compression="zstd")
+    assert path.stat().st_size < 1 << 16 < wide.nbytes >> 7
+    monkeypatch.setattr("hf_trak.store.table_files._MOST_BYTES", 8 << 20)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", None)
+    with pytest.raises(StoreError, match="its row group 0 has 15,728,640 bytes, more than 8,388,608"):
+        fragments_of([path])
 
 
 def test_secrets_of_an_address_are_not_shown() -> None:
