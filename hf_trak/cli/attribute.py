@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,21 +10,12 @@ from hf_trak.cli.build import (
     MethodArguments,
     build,
     build_from_index,
+    parse_with_record,
     quiet,
-    remember,
     require_run,
     target_rows,
 )
-from hf_trak.cli.parser import (
-    DataArguments,
-    ModelArguments,
-    OutputArguments,
-    TargetArguments,
-    answer,
-    option,
-    parse_yaml_and_args,
-)
-from hf_trak.cli.record import remembered
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.engines.engine import Engine
 from hf_trak.methods import Exact, Replay, Rerank, check_best_rows, checked_method
@@ -87,19 +77,14 @@ def run(argv: Sequence[str]) -> None:
             of the training are not known.
     """
     kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
-    parse = partial(
-        parse_yaml_and_args,
+    saved, arguments = parse_with_record(
         kinds,
         argv,
         prog="hf-trak attribute",
         description="Score the training set against targets. Model, training rows and settings are by default those "
         "that `hf-trak featurize` has recorded in output_dir.",
     )
-    _, first, _, _, where, _ = parse()
-    saved = remembered(where.output_dir)  # refuses a copy of an index, which `--index` takes
-    if first.index is not None:
-        saved = {}  # an index brings its settings itself; the directory may hold another run
-    targets, wanted, model_args, data, trak, output = parse(defaults=saved)
+    targets, wanted, model_args, data, trak, output = arguments
     quiet()
     method = wanted.chosen()
     exact, replays = isinstance(method, Exact), isinstance(method, Replay)
@@ -115,9 +100,7 @@ def run(argv: Sequence[str]) -> None:
         every = exact or replays
         built = build_from_index(wanted.index, model_args, data, trak, stored, every, isinstance(method, Rerank))
     else:
-        built = build(model_args, data, trak)
-        if saved:
-            remember(built, model_args, data, write=False)
+        built = build(model_args, data, trak, saved)
     attributor = built.attributor
     attributor.features.scored_by = _engine(wanted.scored_by)
     if replays and (wanted.replay.of == "recipe" or wanted.training_args is not None):

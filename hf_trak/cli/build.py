@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from hf_trak.attributor import TrakAttributor
-from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments, option
-from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation
-from hf_trak.cli.record import RECORD, read_record
+from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments, option, parse_yaml_and_args
+from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation, training_rows
+from hf_trak.cli.record import RECORD, read_record, remembered
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
@@ -96,21 +97,32 @@ def load_training(model_args: ModelArguments, data: DataArguments) -> Training:
         ValueError: no model or no training rows are given.
         Exception: any error of loading or preparing them.
     """
-    name, training = model_args.model_name_or_path, data.dataset_name
-    if name is None or training is None:
-        missing = [f"--{n}" for n, v in (("model", name), ("train_dataset", training)) if v is None]
+    name = model_args.model_name_or_path
+    if name is None or data.dataset_name is None:
+        missing = [f"--{n}" for n, v in (("model", name), ("train_dataset", data.dataset_name)) if v is None]
         raise ValueError(f"{' and '.join(missing)} missing. Expected the model and the rows it was trained on.")
     if model_args.task is not None:
         get_task(model_args.task)  # which knows its name
     model = load_model(name, model_args.model_revision, model_args.task)
     task = model_args.task or infer_task(model)
-    rows = load_rows(training, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples)
+    rows = training_rows(data, data.max_train_samples)
     how = preparation(model, task, rows, data, name, model_args.model_revision)
     return Training(model, task, how.prepare(rows), how)
 
 
-def build(model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> Built:
-    """Build the attributor of a model and its training rows. Raises as [`load_training`]."""
+def build(
+    model_args: ModelArguments, data: DataArguments, trak: TrakConfig, saved: Mapping[str, Any] | None = None
+) -> Built:
+    """Build the attributor of a model and its training rows.
+
+    Args:
+        model_args, data, trak: the arguments.
+        saved: what is recorded in the directory, if anything; it has to agree with the image processor.
+
+    Raises:
+        ConfigMismatchError: it does not.
+        Exception: as [`load_training`].
+    """
     found = load_training(model_args, data)
     attributor = TrakAttributor(
         found.model,
@@ -120,7 +132,10 @@ def build(model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> 
         processing_class=found.preparation.processing_class,
         task=found.task,
     )
-    return Built(attributor, found.preparation)
+    built = Built(attributor, found.preparation)
+    if saved:
+        remember(built, model_args, data, write=False)
+    return built
 
 
 def build_from_index(
@@ -154,14 +169,8 @@ def build_from_index(
     for given, usual in ((options["curvature"], defaults["curvature"]), (options, defaults)):
         for name in [name for name, value in usual.items() if given[name] == value]:
             del given[name]
-    attributor = TrakAttributor.from_pretrained(
-        index,
-        model_args.model_name_or_path,
-        revision=revision,
-        task=model_args.task,
-        checkpoints=model_args.checkpoints,
-        **options,
-    )
+    options |= {"revision": revision, "task": model_args.task, "checkpoints": model_args.checkpoints}
+    attributor = TrakAttributor.from_pretrained(index, model_args.model_name_or_path, **options)
     config = getattr(attributor.model, "config", None)
     name = model_args.model_name_or_path or getattr(config, "_name_or_path", None) or ""
     if model_args.model_name_or_path is None and Path(name).is_dir():
@@ -172,58 +181,54 @@ def build_from_index(
         )
     task = model_args.task or infer_task(attributor.model)
     model_revision = getattr(config, "_commit_hash", None) or model_args.model_revision
-    local = data.dataset_name is not None and Path(data.dataset_name).exists()
-    if not with_rows and not (rerank and local):
-        rows = rows(attributor, task) if callable(rows) else rows
-        how = preparation(attributor.model, task, rows, data, name, model_revision)
-        if rerank:
-            attributor = _with_remote_rows(index, attributor, model_args, data, how, {**options, "revision": revision})
+    whole = with_rows or (rerank and data.dataset_name is not None and Path(data.dataset_name).exists())
+    if whole:
+        rows = training_rows(data, data.max_train_samples)
+    elif callable(rows):
+        rows = rows(attributor, task)
+    how = preparation(attributor.model, task, rows, data, name, model_revision)
+    train: Any = None
+    if whole:
+        train = how.prepare(rows)
+    elif rerank and data.dataset_name is not None:
+        split = data.train_split or "train"
+        train = RemoteRows(data.dataset_name, data.dataset_config_name, split, prepare=how.prepare)
+    elif rerank and (recorded := getattr(attributor.train_dataset, "remote", None)) is not None:
+        recorded.prepare = how.prepare
+    if train is not None:
+        options |= {"data_collator": how.collator, "processing_class": how.processing_class}
+        attributor = TrakAttributor.from_pretrained(index, attributor.model, train_dataset=train, **options)
+    if not whole:
         attributor.features.processing_class = how.processing_class
         attributor.features.data_collator = how.collator or default_collator(rows, how.processing_class)
-        return Built(attributor, how)
-    assert data.dataset_name is not None
-    train = load_rows(
-        data.dataset_name, data.dataset_config_name, data.train_split, ("train",), data.max_train_samples
-    )
-    how = preparation(attributor.model, task, train, data, name, model_revision)
-    attributor = TrakAttributor.from_pretrained(
-        index,
-        attributor.model,
-        revision=revision,
-        train_dataset=how.prepare(train),
-        data_collator=how.collator,
-        processing_class=how.processing_class,
-        task=model_args.task,
-        checkpoints=model_args.checkpoints,
-        **options,
-    )
     return Built(attributor, how)
 
 
-def _with_remote_rows(
-    index: str,
-    attributor: TrakAttributor,
-    model_args: ModelArguments,
-    data: DataArguments,
-    how: Preparation,
-    options: dict[str, Any],
-) -> TrakAttributor:
-    """Let an attributor of an index read single training rows of the repo that is named, or that the index names."""
-    if data.dataset_name is None:
-        if (recorded := getattr(attributor.train_dataset, "remote", None)) is not None:
-            recorded.prepare = how.prepare
-        return attributor
-    rows = RemoteRows(data.dataset_name, data.dataset_config_name, data.train_split or "train", prepare=how.prepare)
-    return TrakAttributor.from_pretrained(
-        index,
-        attributor.model,
-        train_dataset=rows,
-        data_collator=how.collator,
-        processing_class=how.processing_class,
-        task=model_args.task,
-        checkpoints=model_args.checkpoints,
-        **options,
-    )
+def parse_with_record(
+    kinds: Sequence[type], argv: Sequence[str], prog: str, description: str
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Parse arguments, by default those that `hf-trak featurize` has recorded in `output_dir`.
+
+    Args:
+        kinds: the dataclasses to fill, [`TrakConfig`] among them.
+        argv: the command line.
+        prog, description: texts of `--help`.
+
+    Returns:
+        What is recorded, and the dataclasses. With `--index` nothing is taken from the record: an index brings its
+        settings itself, and the directory may hold another run.
+
+    Raises:
+        IncompleteStoreError: `output_dir` is a copy of an index, which `--index` takes.
+        Exception: as [`parse_yaml_and_args`].
+    """
+    parse = partial(parse_yaml_and_args, kinds, argv, prog=prog, description=description)
+    first = parse()
+    (where,) = (one.output_dir for one in first if isinstance(one, TrakConfig))
+    saved = remembered(where)
+    if any(getattr(one, "index", None) is not None for one in first):
+        saved = {}
+    return saved, parse(defaults=saved)
 
 
 def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:

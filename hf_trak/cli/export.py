@@ -55,10 +55,9 @@ def _write(store: FeatureStore, to: Path, names: list[str] | None, data: DataArg
     if names is not None:
         if data.dataset_name is None:
             raise ValueError(f"`columns` is {names}, and no training rows are known. Expected `--train_dataset`.")
-        from hf_trak.cli.preparation import load_rows  # slow to import
+        from hf_trak.cli.preparation import training_rows  # slow to import
 
-        split, limit = data.train_split, data.max_train_samples
-        rows = load_rows(data.dataset_name, data.dataset_config_name, split, ("train",), limit)
+        rows = training_rows(data, data.max_train_samples)
         if missing := [name for name in names if name not in rows.column_names]:
             raise ValueError(f"`columns` names {missing}. Expected columns of the rows: {rows.column_names}.")
         columns = rows.select_columns(names)

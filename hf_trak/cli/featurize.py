@@ -3,10 +3,9 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from hf_trak.cli.build import build, quiet, remember, require_run
+from hf_trak.cli.build import build, parse_with_record, quiet, remember, require_run
 from hf_trak.cli.parser import (
     DataArguments,
     ModelArguments,
@@ -16,7 +15,7 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
     table,
 )
-from hf_trak.cli.record import remembered, require_own
+from hf_trak.cli.record import require_own
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.fidelity import measure_fidelity
 from hf_trak.hub.index_files import write_train_rows
@@ -95,8 +94,7 @@ def run_curvature(argv: Sequence[str]) -> None:
     Raises:
         ValueError: the curvature is the identity, which is fitted to nothing.
     """
-    parse = partial(
-        parse_yaml_and_args,
+    _, (model_args, data, trak, output) = parse_with_record(
         (ModelArguments, DataArguments, TrakConfig, OutputArguments),
         argv,
         prog="hf-trak curvature",
@@ -104,8 +102,6 @@ def run_curvature(argv: Sequence[str]) -> None:
         "layers, their spectra, and what to mistrust. Model, training rows and settings are by default those that "
         "`hf-trak featurize` has recorded in output_dir. `hf-trak attribute --method exact` scores with it.",
     )
-    _, _, where, _ = parse()
-    model_args, data, trak, output = parse(defaults=remembered(where.output_dir))
     if trak.curvature.kind == "identity":
         raise ValueError(
             "`curvature` is 'identity', which is fitted to nothing. Expected another one. Call `hf-trak attribute "

@@ -175,11 +175,8 @@ def _options(kind: Any) -> Iterator[_Option]:
                 name = f"{one.name}_{inner.name}" if place else one.name
                 yield dataclasses.replace(inner, name=name, outer=one.name)
         elif one.init:
-            yield _Option(one.name, one, declared[one.name], _first_sentence(documented.get(one.name)))
-
-
-def _first_sentence(text: str | None) -> str | None:
-    return text and re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
+            sentences = re.split(r"(?<=\.) (?=[A-Z])", " ".join(documented.get(one.name, "").split()))
+            yield _Option(one.name, one, declared[one.name], sentences[0] or None)
 
 
 def _flat(types: Iterable[type], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,9 +323,12 @@ def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bo
         raise FileNotFoundError(f"`--{_CONFIG}` is {str(path)!r}, which is not a file. Expected a YAML file.")
     text = _text(path)
     try:
+        check_yaml(text, MAX_YAML_BYTES)
         content = yaml.load(text, Loader=_TextLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}. Expected `name: value` lines.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} was refused: {error}. Expected `name: value` lines.") from error
     if content is None:
         return {}
     if not isinstance(content, Mapping):
@@ -342,23 +342,16 @@ def _read(path: Path, arguments: Mapping[str, Action], optional: Mapping[str, bo
 
 
 def _text(path: Path) -> str:
-    """Read the text of a YAML file, and check that it is safe to parse."""
+    """Read the text of a YAML file, unless it is too large."""
     size = path.stat().st_size
     if size > MAX_YAML_BYTES:
         raise ValueError(
             f"{path} has {size} bytes. Expected at most {MAX_YAML_BYTES}, for a file of arguments. Is it another file?"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}). Expected a YAML file. Save it as UTF-8.") from error
-    try:
-        check_yaml(text, MAX_YAML_BYTES)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}. Expected `name: value` lines.") from error
-    except ValueError as error:
-        raise ValueError(f"{path} was refused: {error}. Expected `name: value` lines.") from error
-    return text
 
 
 def _with_nearest(name: str, arguments: Mapping[str, Action]) -> str:

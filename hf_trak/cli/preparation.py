@@ -89,12 +89,11 @@ def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
 
 def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter: bool) -> torch.nn.Module:
     check_exists(Path(name), name, what)
-    if Path(name).is_dir():
-        return _load_model(name, revision, task, may_be_adapter)
     try:
         return _load_model(name, revision, task, may_be_adapter)
     except OSError as error:
-        if isinstance(error, HubAccessError):  # from loading the base model of an adapter, which it names
+        # The second is from loading the base model of an adapter, which it names.
+        if Path(name).is_dir() or isinstance(error, HubAccessError):
             raise
         offline = " HF_HUB_OFFLINE is set, so that only the cache is searched." if constants.HF_HUB_OFFLINE else ""
         reason = without_secrets(" ".join(str(error).split()))[:300]
@@ -126,21 +125,6 @@ def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool
             f"one of {sorted(AUTO_CLASSES)}."
         )
     return safe_loading.load_model(name, revision, kind)
-
-
-def load_tokenizer(name: str, revision: str) -> Any:
-    """Load the tokenizer of a model. Raises as [`safe_loading.load_model`]."""
-    return safe_loading.load_tokenizer(name, revision)
-
-
-def load_image_processor(name: str, revision: str) -> Any:
-    """Load the image processor of a model. Raises as [`safe_loading.load_model`]."""
-    return safe_loading.load_image_processor(name, revision)
-
-
-def load_processor(name: str, revision: str) -> Any:
-    """Load the processor of images and texts of a model. Raises as [`safe_loading.load_model`]."""
-    return safe_loading.load_processor(name, revision)
 
 
 READY = ("input_ids", "pixel_values", "input_features", "input_values")
@@ -205,7 +189,7 @@ def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str
     if task in _IMAGE_TASKS:
         column = image_column(rows.features, args.image_column)
         label = label_column(rows.features, args.label_column)
-        processor = load_image_processor(name, revision)
+        processor = safe_loading.load_image_processor(name, revision)
 
         def pixels(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
             images = [_as_rgb(image, column) for image in batch[column]]
@@ -221,12 +205,12 @@ def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str
     if task in _PAIR_TASKS:
         image = image_column(rows.features, args.image_column)
         (text,) = text_columns(rows.features, task, args.text_columns)
-        processor = load_processor(name, revision)
+        processor = safe_loading.load_processor(name, revision)
         pairs = ImageTextCollator(image, text, processor=processor)
         read = ColumnsRead([text], image)
         return Preparation(lambda data, labelled=True: _with_columns(data, [image, text]), pairs, processor, read)
     if task in _TEXT_TASKS or task in ("causal_lm", "masked_lm"):
-        tokenizer = load_tokenizer(name, revision)
+        tokenizer = safe_loading.load_tokenizer(name, revision)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if task in _TEXT_TASKS:
@@ -256,7 +240,7 @@ def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
     if "input_ids" not in rows.column_names:
         return Preparation(prepare)
     try:
-        tokenizer = load_tokenizer(name, revision)
+        tokenizer = safe_loading.load_tokenizer(name, revision)
     except (OSError, ValueError):  # a model without a tokenizer: rows of one length need none
         return Preparation(prepare)
     return Preparation(prepare, _collator(tokenizer, rows), tokenizer)
@@ -368,6 +352,12 @@ def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",
 }  # fmt: skip
+
+
+def training_rows(data: DataArguments, limit: int | None) -> Dataset:
+    """Load the rows that the model was trained on, which are named. Raises as [`load_rows`], whose `limit` this is."""
+    assert data.dataset_name is not None  # commands refuse arguments without it
+    return load_rows(data.dataset_name, data.dataset_config_name, data.train_split, ("train",), limit)
 
 
 def load_rows(

@@ -12,7 +12,7 @@ from datasets import Dataset, Features
 from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.build import Built, build, build_from_index, quiet
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
-from hf_trak.cli.preparation import load_rows
+from hf_trak.cli.preparation import training_rows
 from hf_trak.cli.record import RECORD, is_copy, remembered
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HubAccessError
@@ -97,9 +97,7 @@ def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:
 
 
 def _of_run(args: ServeArguments, data: DataArguments) -> RunSession:
-    train = None
-    if data.dataset_name is not None:
-        train = load_rows(data.dataset_name, data.dataset_config_name, data.train_split, ("train",), None)
+    train = None if data.dataset_name is None else training_rows(data, None)
     directory = find_run(args.index)
     title = args.title or f"Which training rows did this? {directory.name}"
     return RunSession(AttributionRun.load(directory, train), title, [directory, *_roots(data)])
@@ -110,9 +108,7 @@ def _of_directory(
 ) -> IndexSession:
     """Open the output directory of `hf-trak featurize`, with its training rows."""
     built = build(model_args, data, trak)
-    rows = load_rows(data.dataset_name or "", data.dataset_config_name, data.train_split, ("train",), 1)
-    task = model_args.task or infer_task(built.attributor.model)
-    return _session(args, data, built, _form(built.attributor, task, data, rows.features))
+    return _session(args, data, built, _form_of_rows(built, model_args, data))
 
 
 def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> IndexSession:
@@ -129,9 +125,7 @@ def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArgume
         args.index, model_args, data, trak, example, with_rows=local, rerank=True, revision=args.index_revision
     )
     if local:
-        rows = load_rows(data.dataset_name or "", data.dataset_config_name, data.train_split, ("train",), 1)
-        task = model_args.task or infer_task(built.attributor.model)
-        forms.append(_form(built.attributor, task, data, rows.features))
+        forms.append(_form_of_rows(built, model_args, data))
     return _session(args, data, built, forms[0])
 
 
@@ -153,6 +147,11 @@ def _first_row(args: ServeArguments, attributor: TrakAttributor, data: DataArgum
             raise
         attributor.train_dataset.remote = None
         return None
+
+
+def _form_of_rows(built: Built, model_args: ModelArguments, data: DataArguments) -> TargetForm:
+    task = model_args.task or infer_task(built.attributor.model)
+    return _form(built.attributor, task, data, training_rows(data, 1).features)
 
 
 def _form(attributor: TrakAttributor, task: str, data: DataArguments, features: Features | None) -> TargetForm:

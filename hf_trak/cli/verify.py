@@ -2,21 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.build import build, build_from_index, quiet, remember, require_run, target_rows
-from hf_trak.cli.parser import (
-    DataArguments,
-    ModelArguments,
-    OutputArguments,
-    TargetArguments,
-    answer,
-    option,
-    parse_yaml_and_args,
-)
-from hf_trak.cli.record import remembered
+from hf_trak.cli.build import build, build_from_index, parse_with_record, quiet, require_run, target_rows
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -60,8 +50,7 @@ def run(argv: Sequence[str]) -> None:
             training rows.
     """
     kinds = (TargetArguments, VerifyArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
-    parse = partial(
-        parse_yaml_and_args,
+    saved, arguments = parse_with_record(
         kinds,
         argv,
         prog="hf-trak verify",
@@ -69,9 +58,7 @@ def run(argv: Sequence[str]) -> None:
         "rows that look like it, and compare what each does to the target's output. The model is left as it was. "
         "Model, training rows and settings are by default those that `hf-trak featurize` has recorded in output_dir.",
     )
-    _, first, _, _, where, _ = parse()
-    saved = {} if first.index is not None else remembered(where.output_dir)
-    targets, wanted, model_args, data, trak, output = parse(defaults=saved)
+    targets, wanted, model_args, data, trak, output = arguments
     quiet()
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
@@ -88,9 +75,7 @@ def run(argv: Sequence[str]) -> None:
     if wanted.index is not None:
         built = build_from_index(wanted.index, model_args, data, trak, stored, with_rows=True)
     else:
-        built = build(model_args, data, trak)
-        if saved:
-            remember(built, model_args, data, write=False)
+        built = build(model_args, data, trak, saved)
     attributor = built.attributor
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     rows = _rows_of_run(directory, wanted, len(stored)) if wanted.rows is None else wanted.rows
@@ -107,11 +92,8 @@ def run(argv: Sequence[str]) -> None:
         saved_run.facts[f"verified: target {wanted.target}, its {len(rows)} {end} rows"] = found.verdict
         saved_run.save(directory)
     content: dict[str, Any] = {"target": wanted.target, **found.to_dict()}
-    answer(
-        content,
-        [f"Target {wanted.target}, training rows {', '.join(map(str, rows))}", *str(found).split("\n")],
-        output.json,
-    )
+    heading = f"Target {wanted.target}, training rows {', '.join(map(str, rows))}"
+    answer(content, [heading, *str(found).split("\n")], output.json)
 
 
 def _rows_of_run(directory: Path, wanted: VerifyArguments, targets: int) -> list[int]:

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi
 
 from hf_trak.errors import IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.evaluation.bank import BANK, Bank, BankPart
 from hf_trak.evaluation.intervals import RESAMPLES
 from hf_trak.evaluation.retraining_files import CONFIG, OUTPUTS, SUBSETS
-from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api, without_secrets
+from hf_trak.hub.access import without_secrets
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import MAX_HEADER_BYTES, Bounds, HubFiles, IndexFiles, LocalFiles, check_file
 from hf_trak.hub.manifest import MAX_JSON_BYTES
 from hf_trak.hub.names import shown, too_large
-from hf_trak.hub.push import Destination, commit_fields, create_repo
-from hf_trak.runtime.processes import Processes
+from hf_trak.hub.push import CommitOperation, Destination, commit, in_main_process
 from hf_trak.store.atomic import safe_name
-from hf_trak.store.sealed import SEALED_VERSION, content_digest, sealed_bytes
+from hf_trak.store.sealed import content_digest, sealed_bytes
 
 _FEWEST_SUBSETS = 3
 
@@ -155,16 +153,6 @@ def is_part_file(path: str) -> bool:
     return file in PART_FILES and PART_NAME.fullmatch(name) is not None
 
 
-def parts_file(described: Mapping[str, Any], names: list[str]) -> bytes:
-    """Return the content of `parts.json`.
-
-    Args:
-        described: content of `bank.json`.
-        names: names of all parts that are published.
-    """
-    return sealed_bytes({"kind": _KIND, "bank": content_digest(described), "parts": names})
-
-
 def open_checked(files: IndexFiles) -> Bank:
     """Fetch and check all files of a bank, and open it.
 
@@ -189,7 +177,9 @@ def open_checked(files: IndexFiles) -> Bank:
             _read_json(files, BANK)
         bank = Bank(files.root)
     if names:
-        _check_same_bank(files, bank.described)
+        with _discarded_if_refused(files, PARTS, BANK):
+            if _read_json(files, PARTS).get("bank") != content_digest(bank.described):
+                raise files.refused(f"{PARTS} of {files.name}", f"it belongs to another {BANK} than the one beside it")
     for name in names if published else sorted({*names, *bank.parts}):
         _check_part(files, bank, name)
     if published:
@@ -213,12 +203,6 @@ def _named_parts(files: IndexFiles) -> list[str]:
         if len(set(names)) < len(names):
             raise files.refused(where, "it names a part twice")
         return names
-
-
-def _check_same_bank(files: IndexFiles, described: Mapping[str, Any]) -> None:
-    with _discarded_if_refused(files, PARTS, BANK):
-        if _read_json(files, PARTS).get("bank") != content_digest(described):
-            raise files.refused(f"{PARTS} of {files.name}", f"it belongs to another {BANK} than the one beside it")
 
 
 def _refuse_others(files: IndexFiles, found: set[str], names: list[str]) -> None:
@@ -291,7 +275,7 @@ def _discarded_if_refused(files: IndexFiles, *paths: str) -> Iterator[None]:
 def _read_json(files: IndexFiles, path: str) -> dict[str, Any]:
     """Fetch a sealed JSON file, and check its size, its values and its checksum."""
     with files.refused_if_damaged(path):
-        return files.read_json(path, (SEALED_VERSION,), most_bytes(path))
+        return files.read_json(path, most_bytes(path))
 
 
 def push_bank(
@@ -344,12 +328,7 @@ def push_bank(
         PeerProcessError: the main process failed.
     """
     destination = Destination(repo_id, private, token, revision, create_pr, commit_message)
-
-    def push() -> dict[str, Any]:
-        return commit_fields(_push(bank, destination, parts))
-
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return CommitInfo(**(Processes().broadcast_from_main(push) if distributed else push()))
+    return in_main_process(lambda: _push(bank, destination, parts))
 
 
 def _push(bank: Bank, destination: Destination, parts: Sequence[str] | None) -> CommitInfo:
@@ -358,30 +337,20 @@ def _push(bank: Bank, destination: Destination, parts: Sequence[str] | None) -> 
     for path, local in files.items():
         _check_publishable(path, local)
     facts = bank_facts(bank, names)
+    listed = sealed_bytes({"kind": _KIND, "bank": content_digest(bank.described), "parts": names})
 
-    api, revision = hub_api(destination.token), destination.revision
-    with access_errors(destination.repo_id, revision):
-        repo_id = create_repo(api, destination)
-        if revision is not None and not revision.startswith("refs/pr/"):
-            api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
-        info = api.dataset_info(repo_id, revision=revision)
+    def changes(api: HfApi, repo_id: str, info: DatasetInfo) -> list[CommitOperation]:
         present = {file.rfilename for file in info.siblings or []}
         # Without `parts.json` the repo holds no bank, so files of such names have another purpose.
         stale = [path for path in sorted(present - set(files)) if is_part_file(path)] if PARTS in present else []
-        return api.create_commit(
-            repo_id,
-            [
-                CommitOperationAdd(PARTS, parts_file(bank.described, names)),
-                *(CommitOperationAdd(path, local) for path, local in files.items()),
-                *card_operations(api, repo_id, info, bank_card(repo_id, facts), "bank"),
-                *(CommitOperationDelete(path) for path in stale),
-            ],
-            commit_message=destination.commit_message or "Upload a bank of retrained models with hf_trak",
-            repo_type=REPO_TYPE,
-            revision=revision,
-            create_pr=destination.create_pr,
-            parent_commit=info.sha,
-        )
+        return [
+            CommitOperationAdd(PARTS, listed),
+            *(CommitOperationAdd(path, local) for path, local in files.items()),
+            *card_operations(api, repo_id, info, bank_card(repo_id, facts), "bank"),
+            *(CommitOperationDelete(path) for path in stale),
+        ]
+
+    return commit(destination, "Upload a bank of retrained models with hf_trak", changes)
 
 
 def _parts_to_push(bank: Bank, parts: Sequence[str] | None) -> list[str]:

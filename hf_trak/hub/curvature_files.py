@@ -20,7 +20,6 @@ from hf_trak.hub.index_files import check_finite
 from hf_trak.hub.manifest import INDEX_DIGITS
 from hf_trak.hub.names import shown
 from hf_trak.store.atomic import differing
-from hf_trak.store.sealed import SEALED_VERSION
 from hf_trak.store.shards import read_tensors
 from hf_trak.store.store import FeatureStore
 
@@ -71,7 +70,7 @@ def read_content(files: IndexFiles, store: FeatureStore, model_id: int) -> dict[
     """
     path = f"{curvature_folder(model_id)}/{CURVATURE_FILE}"
     with files.refused_if_damaged(path):
-        content = files.read_json(path, (SEALED_VERSION,), max_digits=INDEX_DIGITS)
+        content = files.read_json(path, max_digits=INDEX_DIGITS)
         _check_identity(content, store, model_id)
     return content
 
@@ -103,7 +102,8 @@ def checked_record(content: Mapping[str, Any], store: FeatureStore) -> Curvature
     """
     blocks = _blocks(content.get("blocks"))
     _check_places(blocks, _slots(store.config.get("parameters")))
-    if content["identity"]["kind"] != "diagonal" and (side := max(_sides(blocks), default=0)) > MAX_SIDE:
+    side = max((side for block in blocks.kronecker for side in block.shape), default=0)
+    if content["identity"]["kind"] != "diagonal" and side > MAX_SIDE:
         raise StoreError(f"it has a basis of {side} vectors, more than {MAX_SIDE}")
     counts, rows = content.get("counts"), content.get("rows")
     if not isinstance(counts, list) or len(counts) != len(blocks.kronecker) or not all(map(_is_count, counts)):
@@ -152,10 +152,6 @@ def _slots(parameters: Any) -> dict[str, range]:
         return {name: range(offset, offset + prod(shape)) for name, shape, offset in parameters}
     except (TypeError, ValueError) as error:
         raise StoreError(f"its index has parameters that hf_trak does not write ({error})") from error
-
-
-def _sides(blocks: CurvatureBlocks) -> list[int]:
-    return [side for block in blocks.kronecker for side in block.shape]
 
 
 def _check_places(blocks: CurvatureBlocks, slots: Mapping[str, range]) -> None:
@@ -255,7 +251,7 @@ def stored_curvature(store: FeatureStore, model_id: int) -> StoredCurvature | No
             logger.warning("The curvature of checkpoint %d is not finished, and is not published.", model_id)
         return None
     try:
-        content = sealed_object(path, (SEALED_VERSION,), max_digits=INDEX_DIGITS)
+        content = sealed_object(path, max_digits=INDEX_DIGITS)
         _check_identity(content, store, model_id)
         if not is_known(content["identity"]):
             logger.warning("%s was fitted by another version of hf_trak, and is not published.", path)

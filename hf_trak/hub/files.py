@@ -11,7 +11,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, PublishedFile
 from hf_trak.hub.names import read_foreign_object, shown, too_large
 from hf_trak.store.atomic import read_json
-from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, content_digest
+from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest
 from hf_trak.store.shards import TensorSpec, parse_metadata
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
@@ -191,12 +191,12 @@ def reason_of(error: HfTrakError) -> str:
     return (text.partition(" cannot be used: ")[2] or text).partition(". Delete this file")[0]
 
 
-def sealed_object(path: Path, versions: Sequence[int], most: int = MAX_JSON_BYTES, **limits: int) -> dict[str, Any]:
+def sealed_object(path: Path, most: int = MAX_JSON_BYTES, **limits: int) -> dict[str, Any]:
     """Read a sealed JSON file from an untrusted source.
 
     Args:
         path: the file on this machine.
-        versions, most, limits: see [`IndexFiles.read_json`].
+        most, limits: see [`IndexFiles.read_json`].
 
     Raises:
         StoreError: it is not such a file. The message begins with "it", so that the caller can name the file.
@@ -206,9 +206,8 @@ def sealed_object(path: Path, versions: Sequence[int], most: int = MAX_JSON_BYTE
     except ValueError as error:
         raise StoreError(str(error)) from error
     version = content.get(VERSION_KEY)
-    if version not in versions or isinstance(version, bool):
-        known = " or ".join(map(str, versions))
-        raise StoreError(f"it has format version {shown(version)}, and this version of hf_trak reads {known}")
+    if version != SEALED_VERSION or isinstance(version, bool):
+        raise StoreError(f"it has format version {shown(version)}, and this version of hf_trak reads {SEALED_VERSION}")
     if content.get(CHECKSUM_KEY) != content_digest(content):
         raise StoreError("its content has another checksum than the one that it records")
     return content
@@ -317,14 +316,11 @@ class IndexFiles(ABC):
             self._checked.add(path)
         return local
 
-    def read_json(
-        self, path: str, versions: Sequence[int], most: int = MAX_JSON_BYTES, **limits: int
-    ) -> dict[str, Any]:
+    def read_json(self, path: str, most: int = MAX_JSON_BYTES, **limits: int) -> dict[str, Any]:
         """Fetch a sealed JSON file, and check its size, its version and its checksum.
 
         Args:
             path: the file.
-            versions: format versions that are read.
             most: maximum bytes.
             limits: `bytes_per_value` and `max_digits` of [`~hf_trak.hub.names.read_foreign_object`].
 
@@ -334,7 +330,7 @@ class IndexFiles(ABC):
         """
         if (size := self.size(path)) is not None and size > most:
             raise StoreError(too_large(size, most))
-        content = sealed_object(self.fetch_bounded(path, Bounds(2, most)), versions, most, **limits)
+        content = sealed_object(self.fetch_bounded(path, Bounds(2, most)), most, **limits)
         self.check_recorded(path, content[CHECKSUM_KEY])
         return content
 

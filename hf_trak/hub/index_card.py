@@ -45,7 +45,7 @@ def index_card(
         "model": _link(name, "", revision) if name else "not named; pass it as `model=`",
         "model_class": config.get("model_class"),
         "model_dtype": config.get("model_dtype"),
-        "parameters": f"{_parameter_count(config.get('parameters')):,}",
+        "parameters": f"{sum(math.prod(shape) for _, shape, _ in config.get('parameters') or ()):,}",
         "task": str(task.get("class", "")).rpartition(".")[2],
         "task_settings": ", ".join(f"{key} = {value}" for key, value in (task.get("settings") or {}).items()),
         "proj_dim": f"{config['proj_dim']:,}",
@@ -147,7 +147,3 @@ def _link(name: str, prefix: str, revision: str | None, split: str | None = None
     if split:
         parts.append(f"split {split}")
     return ", ".join(parts)
-
-
-def _parameter_count(parameters: Any) -> int:
-    return sum(math.prod(shape) for _, shape, _ in parameters or ())

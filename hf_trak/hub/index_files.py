@@ -23,7 +23,7 @@ from hf_trak.store.codes import CodedRows
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import Shard
-from hf_trak.store.shards import FORMAT_VERSION, Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore
 
@@ -125,9 +125,7 @@ def checked_config(files: IndexFiles) -> dict[str, Any]:
         HubAccessError: it cannot be fetched.
     """
     with files.refused_if_damaged(FeatureStore.CONFIG_FILE):
-        config = files.read_json(
-            FeatureStore.CONFIG_FILE, (FORMAT_VERSION,), bytes_per_value=4, max_digits=INDEX_DIGITS
-        )
+        config = files.read_json(FeatureStore.CONFIG_FILE, bytes_per_value=4, max_digits=INDEX_DIGITS)
         try:
             check_bounds(config)
             return normalized(config)

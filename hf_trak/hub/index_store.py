@@ -30,15 +30,13 @@ from hf_trak.hub.index_files import (
     read_train_rows,
 )
 from hf_trak.hub.index_shards import IndexShards, refuse_writing
-from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MANIFEST_VERSION, MAX_JSON_BYTES, IndexManifest
+from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MAX_JSON_BYTES, IndexManifest
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.store.atomic import differing
 from hf_trak.store.checkpoint_records import Comparison
-from hf_trak.store.codes import CodeFormat, Rotation
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
-from hf_trak.store.sealed import SEALED_VERSION
 from hf_trak.store.shard_set import ShardSet
-from hf_trak.store.shards import Identity, ShardPlan
+from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore, Gram
 
 logger = logging.getLogger(__name__)
@@ -70,16 +68,9 @@ class IndexStore(FeatureStore):
         self.files = files
         self.manifest = manifest
         files.listed = manifest.files
-        self._config_hash = super().config_hash
         self._curvatures: dict[int, Mapping[str, Any]] = {}
         self._train: dict[int, IndexShards] = {}
         self._solvers: dict[int, Path] = {}
-
-    @property
-    def config_hash(self) -> str:
-        """Return the hex digest of all keys that define the features. Computed once, since an index does not
-        change."""
-        return self._config_hash
 
     def checkpoint_dir(self, model_id: int) -> Path:
         """Return the directory of the fetched files of a checkpoint."""
@@ -138,20 +129,10 @@ class IndexStore(FeatureStore):
             refuse_writing(self.files.name)
         super().write_gram(model_id, gram, n)
 
-    def shard_set(
-        self,
-        directory: Path,
-        prefix: str,
-        plan: ShardPlan,
-        identity: Identity,
-        rotation: Rotation | None = None,
-        code_format: CodeFormat | None = None,
-    ) -> ShardSet:
+    def tidy(self, directory: Path) -> None:
+        """Remove what dead processes left in a directory, unless it is one of the index, where no file is removed."""
         if directory.parent != self.files.root:
-            return super().shard_set(directory, prefix, plan, identity, rotation, code_format)
-        width, dtype = self.proj_dim, self.feature_dtype
-        # A shard set that never removes files.
-        return ShardSet(directory, prefix, plan, width, dtype, identity, rotation, code_format)
+            super().tidy(directory)
 
     def train(self, model_id: int) -> IndexShards:
         """Return the training features of one checkpoint, without fetching any."""
@@ -309,7 +290,7 @@ class IndexStore(FeatureStore):
         if CALIBRATION_FILE not in self.files.listed:
             return None
         with self.files.refused_if_damaged(CALIBRATION_FILE):
-            content = self.files.read_json(CALIBRATION_FILE, (SEALED_VERSION,), CALIBRATION_BYTES.most)
+            content = self.files.read_json(CALIBRATION_FILE, CALIBRATION_BYTES.most)
             check_calibration(content)
         return content
 
@@ -398,9 +379,7 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
             )
         most = min(most, _MANIFEST_BYTES + _MANIFEST_BYTES_PER_FILE * listed)
     with files.refused_if_damaged(MANIFEST_FILE):
-        content = files.read_json(
-            MANIFEST_FILE, (MANIFEST_VERSION,), most, bytes_per_value=_BYTES_PER_VALUE, max_digits=INDEX_DIGITS
-        )
+        content = files.read_json(MANIFEST_FILE, most, bytes_per_value=_BYTES_PER_VALUE, max_digits=INDEX_DIGITS)
         try:
             manifest = IndexManifest.from_json(content, plan)
         except ValueError as error:

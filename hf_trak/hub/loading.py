@@ -325,14 +325,14 @@ def _recorded_rows(index: _OpenedIndex) -> RemoteRows | None:
 def _expect(index: _OpenedIndex, rows: RemoteRows) -> None:
     """Tell rows of a dataset repo what they are compared with."""
     recorded = None if index.manifest is None else index.manifest.train_dataset
-    same = recorded is not None and (recorded.name, recorded.split) == (rows.repo_id, rows.split)
-    if same and recorded is not None and rows.revision is None:
+    if recorded is not None and (recorded.name, recorded.split) != (rows.repo_id, rows.split):
+        recorded = None
+    if recorded is not None and rows.revision is None:
         rows.revision = recorded.revision
         rows.config = rows.config or recorded.config
-    commit = recorded.revision if same and recorded is not None else None
     store = index.store
     contents = store.train_rows if isinstance(store, IndexStore) else lambda: None
-    rows.expect(store.config["train_size"], contents, commit)
+    rows.expect(store.config["train_size"], contents, None if recorded is None else recorded.revision)
 
 
 def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str, Any]) -> TrakConfig:

@@ -30,8 +30,6 @@ from hf_trak.store.shards import ShardPlan
 
 MANIFEST_FILE = "trak_index.json"
 
-MANIFEST_VERSION = 1
-
 MAX_JSON_BYTES = 16 << 20
 """Maximum size of a JSON file: room for 160,000 parameters, or for the checksums of 120,000 shards."""
 
@@ -203,9 +201,8 @@ class IndexManifest:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest as plain JSON, without its checksum."""
+        """Return the manifest as plain JSON, without its checksum and format version."""
         return {
-            "format_version": MANIFEST_VERSION,
             "config": self.config,
             "files": {path: [one.size, one.checksum] for path, one in sorted(self.files.items())},
             "checkpoints": {str(model_id): one.to_json() for model_id, one in sorted(self.checkpoints.items())},

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
+import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -60,11 +61,14 @@ from hf_trak.hub.models import HubCheckpoint, source_of
 from hf_trak.hub.names import HubSource, checked_repo, checked_revision
 from hf_trak.hub.safe_loading import is_commit
 from hf_trak.runtime.arguments import named_arguments
+from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import atomic_directory
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
+
+CommitOperation = CommitOperationAdd | CommitOperationDelete
 
 _COMMIT_FIELDS = ("commit_url", "commit_message", "commit_description", "oid", "pr_url")
 
@@ -126,9 +130,55 @@ def create_repo(api: HfApi, destination: Destination) -> str:
     return repo_id
 
 
-def commit_fields(commit: CommitInfo) -> dict[str, Any]:
-    """Return the arguments of `CommitInfo` as plain JSON, which the main process sends to the others."""
-    return {name: getattr(commit, name) for name in _COMMIT_FIELDS}
+def commit(
+    destination: Destination, message: str, changes: Callable[[HfApi, str, DatasetInfo], list[CommitOperation]]
+) -> CommitInfo:
+    """Change a repo in one commit. The repo and the branch are created unless they exist.
+
+    Args:
+        destination: the repo.
+        message: message of the commit, where the destination has none.
+        changes: returns the changes to the last commit; takes the client, the full name of the repo and that commit.
+
+    Raises:
+        ValueError: the repo exists and is public, but is to be private.
+        HubAccessError: the repo cannot be written to, or the connection failed.
+    """
+    api, revision = hub_api(destination.token), destination.revision
+    with access_errors(destination.repo_id, revision):
+        repo_id = create_repo(api, destination)
+        if revision is not None and not revision.startswith("refs/pr/"):
+            api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
+        info = api.dataset_info(repo_id, revision=revision)
+        return api.create_commit(
+            repo_id,
+            changes(api, repo_id, info),
+            commit_message=destination.commit_message or message,
+            repo_type=REPO_TYPE,
+            revision=revision,
+            create_pr=destination.create_pr,
+            parent_commit=info.sha,
+        )
+
+
+def in_main_process(push: Callable[[], CommitInfo], processes: Processes | None = None) -> CommitInfo:
+    """Push in the main process of a distributed run, and return the commit in every process.
+
+    Args:
+        push: pushes.
+        processes: the processes of the run, if they are known.
+
+    Raises:
+        PeerProcessError: the main process failed.
+    """
+
+    def fields() -> dict[str, Any]:  # plain JSON, which the main process sends to the others
+        made = push()
+        return {name: getattr(made, name) for name in _COMMIT_FIELDS}
+
+    if processes is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = Processes()
+    return CommitInfo(**(fields() if processes is None else processes.broadcast_from_main(fields)))
 
 
 logger = logging.getLogger(__name__)
@@ -372,7 +422,7 @@ def push_attributor(
         PeerProcessError: the main process failed.
     """
     index = _described(attributor, curvature, facts)
-    return CommitInfo(**attributor.processes.broadcast_from_main(lambda: commit_fields(publish(index(), destination))))
+    return in_main_process(lambda: publish(index(), destination), attributor.processes)
 
 
 def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str, Any]) -> Callable[[], PreparedIndex]:
@@ -546,12 +596,8 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
 
 def publish(index: PreparedIndex, destination: Destination) -> CommitInfo:
     """Upload an index to a repo. Raises as [`push_index`]."""
-    api, revision = hub_api(destination.token), destination.revision
-    with access_errors(destination.repo_id, revision):
-        repo_id = create_repo(api, destination)
-        if revision is not None and not revision.startswith("refs/pr/"):
-            api.create_branch(repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
-        info = api.dataset_info(repo_id, revision=revision)
+
+    def changes(api: HfApi, repo_id: str, info: DatasetInfo) -> list[CommitOperation]:
         additions = [
             *(CommitOperationAdd(name, content) for name, content in index.files.items()),
             *card_operations(api, repo_id, info, index.card(repo_id), "index"),
@@ -564,19 +610,13 @@ def publish(index: PreparedIndex, destination: Destination) -> CommitInfo:
                 repo_id,
                 additions[first : first + _UPLOAD_FILES],
                 repo_type=REPO_TYPE,
-                revision=revision,
+                revision=destination.revision,
                 create_pr=destination.create_pr,
                 free_memory=False,
             )
-        return api.create_commit(
-            repo_id,
-            [*additions, *(CommitOperationDelete(path) for path in stale)],
-            commit_message=destination.commit_message or "Upload an attribution index with hf_trak",
-            repo_type=REPO_TYPE,
-            revision=revision,
-            create_pr=destination.create_pr,
-            parent_commit=info.sha,
-        )
+        return [*additions, *(CommitOperationDelete(path) for path in stale)]
+
+    return commit(destination, "Upload an attribution index with hf_trak", changes)
 
 
 def _curvatures(store: FeatureStore) -> dict[int, StoredCurvature]:

@@ -70,10 +70,6 @@ class RangedFile(io.RawIOBase):
         self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
         return self._place
 
-    def tell(self) -> int:
-        """Return the number of the next byte."""
-        return self._place
-
     def read(self, size: int | None = -1) -> bytes:
         """Download up to `size` bytes; all that are left by default."""
         stop = self._size if size is None or size < 0 else min(self._place + size, self._size)
@@ -83,10 +79,6 @@ class RangedFile(io.RawIOBase):
         self._place = stop
         self.fetched += len(data)
         return data
-
-    def readall(self) -> bytes:
-        """Download all that is left."""
-        return self.read()
 
 
 logger = logging.getLogger(__name__)
@@ -369,8 +361,7 @@ class RemoteRows:
         self._recorded: str | None = None
         self._commit = ""
         self._wanted: tuple[str, ...] | None = None
-        self._files: ParquetRows | None = None
-        self._features: Features | None = None
+        self._found: tuple[ParquetRows, Features] | None = None
         self._recent: dict[int, Any] = {}
 
     def expect(self, count: int, contents: Callable[[], RowContents | None], commit: str | None) -> None:
@@ -397,7 +388,7 @@ class RemoteRows:
             self._wanted = tuple(columns)
 
     def __len__(self) -> int:
-        return len(self._rows()) if self._count is None else self._count
+        return len(self._rows()[0]) if self._count is None else self._count
 
     def __getitem__(self, row: int) -> Any:
         """Return a row as `prepare` makes it, downloading its row group if need be.
@@ -414,7 +405,7 @@ class RemoteRows:
     @property
     def fetched(self) -> int:
         """Return the bytes that this object has downloaded, of footers and row groups."""
-        return 0 if self._files is None else self._files.fetched
+        return 0 if self._found is None else self._found[0].fetched
 
     def fetch(self, rows: Sequence[int]) -> None:
         """Download what some rows need, and keep it.
@@ -427,8 +418,8 @@ class RemoteRows:
             HubAccessError: a file cannot be downloaded.
             ConfigMismatchError: the repo has another number of rows than expected.
         """
-        files = self._rows()
-        files.fetch(sorted(rows), self._to_read())
+        files, features = self._rows()
+        files.fetch(sorted(rows), self._to_read(features))
 
     def select(self, rows: Sequence[int]) -> Dataset:
         """Return some rows as a dataset of their own, and compare them with what they have to be.
@@ -442,11 +433,9 @@ class RemoteRows:
             ConfigMismatchError: a row has changed since features were computed from it, or the repo has another number
                 of rows.
         """
-        files = self._rows()
-        table = files.read(rows, self._to_read())
-        features = Features(
-            {name: kind for name, kind in self._known_features().items() if name in table.column_names}
-        )
+        files, known = self._rows()
+        table = files.read(rows, self._to_read(known))
+        features = Features({name: kind for name, kind in known.items() if name in table.column_names})
         table = table_cast(table.select(list(features)), features.arrow_schema)
         found = Dataset(table, info=DatasetInfo(features=features))
         if self.prepare is not None:
@@ -490,30 +479,25 @@ class RemoteRows:
                 "`revision=` that they came from, or `prepare=` with the function that made their columns."
             )
 
-    def _known_features(self) -> Features:
-        assert self._features is not None  # `_rows` has found the files
-        return self._features
-
-    def _to_read(self) -> list[str] | None:
+    def _to_read(self, features: Features) -> list[str] | None:
         """Return the names of the columns to download, or `None` for all."""
         if self.columns is not None:
             return list(self.columns)
-        found = [name for name in self._known_features() if name in (self._wanted or ())]
+        found = [name for name in features if name in (self._wanted or ())]
         return found or None
 
-    def _rows(self) -> ParquetRows:
-        """Find the files of the split, once."""
-        if self._files is None:
-            api = hub_api(self.token)
+    def _rows(self) -> tuple[ParquetRows, Features]:
+        """Find the files of the split and its columns, once."""
+        if self._found is None:
             with access_errors(self.repo_id, self.revision):
-                self._files, self._features = self._find(api)
-        if self._count is not None and len(self._files) != self._count:
+                self._found = self._find(hub_api(self.token))
+        if self._count is not None and (count := len(self._found[0])) != self._count:
             raise ConfigMismatchError(
-                f"The split {self.split!r} of {self.repo_id}@{self._commit[:12]} has {len(self._files)} rows, and the "
+                f"The split {self.split!r} of {self.repo_id}@{self._commit[:12]} has {count} rows, and the "
                 f"index was made from {self._count}. Expected the same rows. Name the `config=`, `split=` and "
                 "`revision=` that they came from."
             )
-        return self._files
+        return self._found
 
     def _find(self, api: HfApi) -> tuple[ParquetRows, Features]:
         info = api.dataset_info(self.repo_id, revision=self.revision, files_metadata=True)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from datasets import (
     Dataset,
     DatasetDict,
@@ -24,10 +23,9 @@ from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import card_operations, render_card
 from hf_trak.hub.files import download_range
 from hf_trak.hub.parquet_groups import check_groups
-from hf_trak.hub.push import Destination, commit_fields, create_repo
+from hf_trak.hub.push import Destination, create_repo, in_main_process
 from hf_trak.hub.remote_rows import RangedFile
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
-from hf_trak.runtime.processes import Processes
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 
 _TOP_K_MEANINGS = {
@@ -108,7 +106,7 @@ def push_scores(
     named = [("index", index), ("model", model_name), ("training dataset", train_dataset)]
     destination = Destination(repo_id, private, token, revision)
 
-    def push() -> dict[str, Any]:
+    def push() -> CommitInfo:
         facts = {
             "subject": _subject(scored, columns, per),
             "columns": [
@@ -117,10 +115,9 @@ def push_scores(
             "facts": [[name, value] for name, value in named if value],
         }
         title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
-        return commit_fields(_push(scored, destination, config_name, split, title, facts))
+        return _push(scored, destination, config_name, split, title, facts)
 
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return CommitInfo(**(Processes().broadcast_from_main(push) if distributed else push()))
+    return in_main_process(push)
 
 
 def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:

@@ -76,7 +76,7 @@ class CheckpointRecords:
                 )
         del content["source"]
         if not create_sealed(self._member_path(model_id), content):
-            self._check_member(model_id)
+            self._check_member(self._read_checkpoint(model_id))
         remove_stale_temporaries(path.parent)
         remove_stale_temporaries(self.output_dir)
 
@@ -118,7 +118,7 @@ class CheckpointRecords:
         """
         info = self._read_checkpoint(model_id)
         if self._member_path(model_id).exists():
-            self._check_member(model_id)
+            self._check_member(info)
         return info
 
     def _read_checkpoint(self, model_id: int) -> dict[str, Any]:
@@ -150,9 +150,9 @@ class CheckpointRecords:
     def _member_path(self, model_id: int) -> Path:
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}.json"
 
-    def _check_member(self, model_id: int) -> None:
+    def _check_member(self, info: Mapping[str, Any]) -> None:
         """Compare the record in the store with the one in the checkpoint's directory."""
-        path, info = self._member_path(model_id), self._read_checkpoint(model_id)
+        path = self._member_path(info["model_id"])
         said = read_record(path)
         keys = ("config_hash", "fingerprint", "model_id")
         if changes := differing({key: said.get(key) for key in keys}, {key: info[key] for key in keys}):

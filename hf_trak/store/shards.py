@@ -31,7 +31,7 @@ from torch import Tensor
 from hf_trak.errors import StoreError
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import atomic_path, differing
-from hf_trak.store.sealed import content_digest, sealed
+from hf_trak.store.sealed import SEALED_VERSION, content_digest, sealed
 
 State = Literal["intact", "damaged", "missing", "unchecked", "leftover"]
 
@@ -158,10 +158,6 @@ class _Entry:
     def get_dtype(self) -> str:
         return self.dtype
 
-
-FORMAT_VERSION = 1
-
-"""The version of everything that hf_trak writes, and the only one that it reads."""
 
 METADATA_KEY = "hf_trak"
 
@@ -425,8 +421,8 @@ def _check_header(
 def _sealed_header(path: Path, file: Any) -> dict[str, Any]:
     """Read the metadata of an open file, and compare their version and checksum. Raises `StoreError`."""
     header = parse_metadata(path, file)
-    if (found := header.get("format_version")) != FORMAT_VERSION:
-        raise _broken(path, f"it has format version {found!r}, expected {FORMAT_VERSION}")
+    if (found := header.get("format_version")) != SEALED_VERSION:
+        raise _broken(path, f"it has format version {found!r}, expected {SEALED_VERSION}")
     if header.get("checksum") != content_digest(header):
         raise _broken(path, "the checksum of its metadata is not the one that they say")
     return header

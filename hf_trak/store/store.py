@@ -92,11 +92,6 @@ def check_gram(gram: Tensor, n: int, width: int, n_rows: int, model_id: int) -> 
         )
 
 
-def write_gram_file(path: Path, gram: Tensor, n: int, identity: Identity) -> None:
-    """Write a matrix that [`check_gram`] has accepted. The arguments are those of [`read_gram_file`]."""
-    write_tensors(path, {"gram": gram}, identity, n=n, trace=_trace(gram))
-
-
 def read_gram_file(path: Path, width: int, n: int, identity: Identity) -> Gram:
     """Read a matrix.
 
@@ -346,9 +341,12 @@ class FeatureStore:
 
         Temporary files that dead processes have left in the directory are removed.
         """
-        if directory.is_dir():
-            remove_stale_temporaries(directory)
+        self.tidy(directory)
         return ShardSet(directory, prefix, plan, self.proj_dim, self.feature_dtype, identity, rotation, code_format)
+
+    def tidy(self, directory: Path) -> None:
+        """Remove temporary files that dead processes have left in a directory, which need not exist."""
+        remove_stale_temporaries(directory)
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
         """Return the directory of the curvature of one checkpoint that has this identity, or is to be fitted with
@@ -472,7 +470,8 @@ class FeatureStore:
         """
         check_gram(gram, n, self.proj_dim, self.train_size, model_id)
         self.train(model_id).require_complete(_FEATURIZE_REST)
-        write_gram_file(self._gram_path(model_id), gram, n, self._gram_identity(model_id))
+        identity = self._gram_identity(model_id)
+        write_tensors(self._gram_path(model_id), {"gram": gram}, identity, n=n, trace=_trace(gram))
 
     def read_gram(self, model_id: int) -> Gram | None:
         """Read the saved XᵀX.

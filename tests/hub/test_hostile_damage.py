@@ -11,9 +11,10 @@ from hub_server import Hub, client, hub
 from safetensors.torch import save_file
 from test_hostile_repos import edit, marker, model, modules
 
-from hf_trak.cli.preparation import _as_rgb, _chat_tokens, load_model, load_rows, load_tokenizer
+from hf_trak.cli.preparation import _as_rgb, _chat_tokens, load_model, load_rows
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.models import load_model as load_index_model
+from hf_trak.hub.safe_loading import load_tokenizer
 
 __all__ = ["client", "hub", "marker", "model", "modules"]  # fixtures
 

@@ -19,10 +19,16 @@ from test_hub_hostile import Bomb
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 from hf_trak.cli.main import main
-from hf_trak.cli.preparation import load_image_processor, load_model, load_processor, load_rows, load_tokenizer
+from hf_trak.cli.preparation import load_model, load_rows
 from hf_trak.hub import safe_loading
 from hf_trak.hub.models import load_model as load_index_model
-from hf_trak.hub.safe_loading import ADAPTERS, check_repo_config
+from hf_trak.hub.safe_loading import (
+    ADAPTERS,
+    check_repo_config,
+    load_image_processor,
+    load_processor,
+    load_tokenizer,
+)
 
 __all__ = ["client", "hub"]  # fixtures
 
