@@ -4,19 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors
 
 from hf_trak.errors import HfTrakError, HubAccessError
 from hf_trak.version import __version__
@@ -74,37 +62,37 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
     where = f"The {repo_type} repo {repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         yield
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise HubAccessError(
             f"{repo_id!r} is neither a directory nor the name of a repo ({error}). Expected a path that exists, or "
             "'user/name'."
         ) from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise HubAccessError(
             f"{where} is gated, and the token has not been granted access. Ask for access on the page of the repo, or "
             "pass a `token` that has it."
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise HubAccessError(
             f"{where} does not exist at {_endpoint()}, or is private and not visible with the token in use. "
             "Check the name, and pass a `token` (or run `hf auth login`) that has access."
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise HubAccessError(
             f"{where} does not exist: the repo is there, but this revision is not. Expected one of its branches, tags "
             "or commits."
         ) from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise _not_cached(where, error) from error
-    except EntryNotFoundError as error:
+    except errors.EntryNotFoundError as error:
         raise HubAccessError(
             f"{where} lacks a file that is needed ({_one_line(error)}). Publish it again, or use another revision."
         ) from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise HubAccessError(f"{where}: the Hub answered {_one_line(error)}. {_remedy(error)}") from error
-    except LocalTokenNotFoundError as error:
+    except errors.LocalTokenNotFoundError as error:
         raise HubAccessError(f"{where} needs a token: pass `token`, or run `hf auth login`.") from error
-    except HTTPError as error:  # the connection was refused, was reset or timed out
+    except errors.HTTPError as error:  # the connection was refused, was reset or timed out
         raise HubAccessError(
             f"{where}: the connection to {_endpoint()} failed ({type(error).__name__}: {_one_line(error)}). Try "
             "again; what was transferred is kept. `local_files_only=True` works with what is in the cache."
@@ -118,7 +106,7 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
             f"{where}: a transfer was interrupted ({_one_line(error)}). The incomplete file was not kept. Try again."
         ) from error
     except RuntimeError as error:  # uploads wrap the error of the connection
-        if isinstance(error, HfTrakError) or not isinstance(error.__cause__, HTTPError | OSError):
+        if isinstance(error, HfTrakError) or not isinstance(error.__cause__, errors.HTTPError | OSError):
             raise
         raise HubAccessError(
             f"{where}: {_one_line(error)} ({_one_line(error.__cause__)}). Try again; files that have arrived are not "
@@ -134,7 +122,7 @@ def _not_cached(where: str, error: BaseException) -> HubAccessError:
     )
 
 
-def _remedy(error: HfHubHTTPError) -> str:
+def _remedy(error: errors.HfHubHTTPError) -> str:
     status = error.response.status_code
     if status in (401, 403):
         return "Check that the token is valid and has the right to do this."

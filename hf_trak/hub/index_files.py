@@ -55,8 +55,9 @@ _FLOATS = (torch.float32, torch.float64)
 _LOW_RANK = re.compile(r"low_rank-(?P<rank>[1-9]\d{0,6})\.safetensors")
 
 
-def file_bounds(store: FeatureStore, name: str) -> Bounds:
-    """Return the bounds on a tensor file of an index by its name, unless it is a shard or of a curvature."""
+def file_bounds(store: FeatureStore, path: str) -> Bounds:
+    """Return the bounds on a tensor file of an index by its path, unless it is a shard or of a curvature."""
+    name = path.rpartition("/")[2]
     if name == CALIBRATION_FILE:
         return CALIBRATION_BYTES
     if name == REFERENCES_FILE:

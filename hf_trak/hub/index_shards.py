@@ -22,7 +22,7 @@ from hf_trak.hub.names import parse_foreign_object, shown
 from hf_trak.store.atomic import atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet, content_hash
-from hf_trak.store.shards import DTYPES, METADATA_KEY, TensorSpec, read_header, read_part
+from hf_trak.store.shards import DTYPES, METADATA_KEY, TensorSpec, read_header
 
 _LENGTH_BYTES = 8
 
@@ -209,12 +209,12 @@ class IndexShards(ShardSet):
 
     def bounds(self, index: int) -> Bounds:
         """Return the bounds on the file of a shard."""
-        return tensor_bytes(self._specs(self.plan.rows(index)))
+        return tensor_bytes(self._specs(index))
 
     def _check_parts(self, header: dict[str, Any], index: int) -> None:
         """Check that the metadata of a shard of codes has a checksum for each tensor. Raises `StoreError`."""
         if self.code_format is not None:
-            parts, names = header.get("tensors"), set(self._specs(self.plan.rows(index)))
+            parts, names = header.get("tensors"), set(self._specs(index))
             if not isinstance(parts, dict) or set(parts) != names:
                 raise StoreError(f"its metadata has {shown(parts)}, not a checksum for each tensor")
 
@@ -240,7 +240,7 @@ class IndexShards(ShardSet):
             RefusedIndexError: it is not that of a shard of this index, or the server sent other bytes.
         """
         names = self.names_within(count)
-        if len(names) == len(self._specs(self.plan.rows(index))):
+        if len(names) == len(self._specs(index)):
             return self.read(index)
         if self._files.is_local(self.path_of(index)):
             return self._prefix_of_local(index, count)
@@ -257,7 +257,7 @@ class IndexShards(ShardSet):
                 if path not in self._checked_heads:
                     self._check_head(path, index, names)
                     self._checked_heads.add(path)
-                return self._read_head(path, index, names)
+                return self._read_named(path, index, names)
             except StoreError:
                 path.unlink(missing_ok=True)  # damaged on this machine, since it was intact when it was kept
                 raise
@@ -353,7 +353,7 @@ class IndexShards(ShardSet):
     def _parts(self, index: int, chosen: Sequence[int]) -> list[range]:
         """List the ranges of bytes of all blocks but the first, for each block those of the chosen rows in turn."""
         rows = self.plan.rows(index)
-        layout, form = ShardLayout(self._specs(rows), self._files.listed[self.path_of(index)].size), self._form
+        layout, form = ShardLayout(self._specs(index), self._files.listed[self.path_of(index)].size), self._form
         parts = []
         for name, width in list(zip(form.names, form.block_bytes, strict=True))[1:]:
             start = layout.stops[name] - len(rows) * width
@@ -387,7 +387,7 @@ class IndexShards(ShardSet):
 
     def _fetch_head(self, index: int, names: Sequence[str]) -> None:
         """Fetch the head of a shard, check it and keep it."""
-        path, specs = self.path_of(index), self._specs(self.plan.rows(index))
+        path, specs = self.path_of(index), self._specs(index)
         with self._files.refused_if_damaged(path):
             layout = ShardLayout(specs, self._files.listed[path].size)
             data = self._files.fetch_range(path, 0, layout.stops[names[-1]])
@@ -399,18 +399,10 @@ class IndexShards(ShardSet):
     def _check_head(self, path: Path, index: int, names: Sequence[str]) -> None:
         """Check a head as strictly as a shard. Raises `StoreError`."""
         rows = self.plan.rows(index)
-        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        header = read_header(path, self.identity, specs, start=rows.start, stop=rows.stop)
+        header = read_header(path, self.identity, self._specs(index, names), start=rows.start, stop=rows.stop)
         self._files.check_recorded(self.path_of(index), header["checksum"])
         self._check_parts(header, index)
-        check_published_values(self._read_head(path, index, names))
-
-    def _read_head(self, path: Path, index: int, names: Sequence[str]) -> Shard:
-        """Read some tensors of a head, which are compared with their checksums the first time."""
-        rows = self.plan.rows(index)
-        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        tensors = read_part(path, self.identity, specs, start=rows.start, stop=rows.stop)
-        return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
+        check_published_values(self._read_named(path, index, names))
 
 
 def in_parallel(fetch: Callable[[Any], object], items: Sequence[Any], what: str, quiet: bool) -> None:

@@ -1,9 +1,12 @@
 """A published index as a feature store: its training features are read-only, and are fetched when they are read.
 
-Features of targets and scores, which this machine computes, are kept in a directory outside of the index.
+Features of targets and scores, which this machine computes, are kept in a directory outside of the index. An index is
+opened from a repo or a copy, and [`pull_index`] makes such a copy.
 """
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,30 +14,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_trak.errors import CheckpointMismatchError, IncompleteStoreError, RefusedIndexError, StoreError
-from hf_trak.hub.curvature_files import curvature_folder, fetch_known, fetch_tensors, read_content
-from hf_trak.hub.files import Bounds, IndexFiles
-from hf_trak.hub.index_files import (
-    CALIBRATION_BYTES,
-    INDEX_FILE,
-    ROW_DIGESTS_FILE,
-    TRAIN_ROWS_FILE,
-    check_calibration,
-    check_finite,
-    check_low_rank,
-    check_references,
-    checked_config,
-    file_bounds,
-    low_rank_of,
-    read_row_digests,
-    read_train_rows,
+from hf_trak.curvature.files import CURVATURE_FILE
+from hf_trak.errors import (
+    CheckpointMismatchError,
+    ConfigMismatchError,
+    IncompleteStoreError,
+    RefusedIndexError,
+    StoreError,
 )
+from hf_trak.hub import index_files
+from hf_trak.hub.curvature_files import curvature_folder, fetch_known, fetch_tensors, read_content
+from hf_trak.hub.files import Bounds, HubFiles, IndexFiles, LocalFiles
 from hf_trak.hub.index_shards import IndexShards, refuse_writing
 from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MAX_JSON_BYTES, IndexManifest
 from hf_trak.identity.row_digest import RowContents
-from hf_trak.store.atomic import differing
+from hf_trak.store.atomic import atomic_path, differing, write_bytes
 from hf_trak.store.checkpoint_records import Comparison
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore, Gram
@@ -160,7 +157,7 @@ class IndexStore(FeatureStore):
         sets = [self.train(model_id) for model_id in self.model_ids]
         found = {shards.path_of(index): shards.bounds(index) for shards in sets for index in range(len(shards))}
         others = [path for path in self.files.listed if path not in found and not path.startswith("curvature/")]
-        return {**found, **{path: file_bounds(self, path.rpartition("/")[2]) for path in others}}
+        return {**found, **{path: index_files.file_bounds(self, path) for path in others}}
 
     def _checked(self, path: str, read: Callable[[Path], T]) -> T | None:
         """Fetch a tensor file and read it.
@@ -178,7 +175,7 @@ class IndexStore(FeatureStore):
         if path not in self.files.listed:
             return None
         with self.files.refused_if_damaged(path):
-            return read(self.files.fetch_tensors(path, file_bounds(self, path.rpartition("/")[2])))
+            return read(self.files.fetch_tensors(path, index_files.file_bounds(self, path)))
 
     def fetch_references(self, model_id: int) -> None:
         """Fetch and check the tensors that the task computed before its first batch, if any.
@@ -188,7 +185,7 @@ class IndexStore(FeatureStore):
         """
         self.checkpoint_info(model_id)
         folder = self.checkpoint_dir(model_id).name
-        self._checked(f"{folder}/{REFERENCES_FILE}", lambda _: check_references(self, model_id))
+        self._checked(f"{folder}/{REFERENCES_FILE}", lambda _: index_files.check_references(self, model_id))
 
     def curvature_dir(self, model_id: int, identity: Mapping[str, Any]) -> Path:
         """Return the directory of the published curvature, fetched and checked, if it has this identity.
@@ -240,12 +237,11 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        folder = self.checkpoint_dir(model_id).name
-        if not low_rank_of(name) or self.manifest.solvers.get(model_id) != name:
-            return self.output_dir / folder / name
+        path, rank = f"{self.checkpoint_dir(model_id).name}/{name}", index_files.low_rank_of(name)
+        if not rank or self.manifest.solvers.get(model_id) != name:
+            return self.output_dir / path
         if model_id not in self._solvers:
-            path = f"{folder}/{name}"
-            self._checked(path, lambda local: check_low_rank(local, self, model_id, low_rank_of(name)))
+            self._checked(path, lambda local: index_files.check_low_rank(local, self, model_id, rank))
             self._solvers[model_id] = self.files.root / path
         return self._solvers[model_id]
 
@@ -261,8 +257,8 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        path = f"{self.checkpoint_dir(model_id).name}/{ROW_DIGESTS_FILE}"
-        return self._checked(path, lambda _: read_row_digests(self, model_id))
+        path = f"{self.checkpoint_dir(model_id).name}/{index_files.ROW_DIGESTS_FILE}"
+        return self._checked(path, lambda _: index_files.read_row_digests(self, model_id))
 
     def train_rows(self) -> RowContents | None:
         """Return the digests of the training rows, if they are published; see `hf_trak.hub.index_files`.
@@ -270,7 +266,7 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        return self._checked(TRAIN_ROWS_FILE, lambda local: read_train_rows(local, self))
+        return self._checked(index_files.TRAIN_ROWS_FILE, lambda local: index_files.read_train_rows(local, self))
 
     def read_calibration(self) -> dict[str, Any] | None:
         """Return the choice of a method: that of this machine, or else the published one.
@@ -290,8 +286,8 @@ class IndexStore(FeatureStore):
         if CALIBRATION_FILE not in self.files.listed:
             return None
         with self.files.refused_if_damaged(CALIBRATION_FILE):
-            content = self.files.read_json(CALIBRATION_FILE, CALIBRATION_BYTES.most)
-            check_calibration(content)
+            content = self.files.read_json(CALIBRATION_FILE, index_files.CALIBRATION_BYTES.most)
+            index_files.check_calibration(content)
         return content
 
     def fetch_all(self, model_id: int) -> list[str]:
@@ -333,7 +329,7 @@ class IndexStore(FeatureStore):
             gram = read(model_id)
             if gram is None:
                 raise StoreError("it was removed while it was read")
-            check_finite({"gram": gram.matrix})
+            index_files.check_finite({"gram": gram.matrix})
             return gram
 
         return self._checked(f"{self.checkpoint_dir(model_id).name}/{GRAM_FILE}", checked)
@@ -365,13 +361,13 @@ def open_index(files: IndexFiles, output_dir: Path) -> IndexStore:
 
 def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
     """Read and check the configuration, and then the manifest that belongs to it."""
-    config = checked_config(files)
+    config = index_files.checked_config(files)
     plan = ShardPlan(config["train_size"], config["shard_size"])
     most = MAX_JSON_BYTES
     # The number of files that exist bounds the size of the manifest, before it is downloaded.
     names = files.names()
     if names is not None:
-        listed = sum(INDEX_FILE.fullmatch(name) is not None for name in names)
+        listed = sum(index_files.INDEX_FILE.fullmatch(name) is not None for name in names)
         if listed < len(plan):
             raise files.refused(
                 f"The index {files.name}",
@@ -392,3 +388,101 @@ def _checked_store(files: IndexFiles, output_dir: Path) -> IndexStore:
                 f"{store.config_hash}: files of two indexes were mixed, or one of them was edited"
             )
     return store
+
+
+def open_repo(
+    repo_id: str,
+    output_dir: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> IndexStore:
+    """Open the index of a dataset repo. Its feature shards are downloaded when they are read.
+
+    Args:
+        repo_id (`str`):
+            The dataset repo.
+        output_dir (`str` or `os.PathLike`, *optional*):
+            Directory for features of targets and for scores. By default one beside the Hub's cache.
+        revision (`str`, *optional*):
+            Branch, tag or commit. By default the main branch.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`.
+        local_files_only (`bool`, *optional*, defaults to `False`):
+            Use only what is in the Hub's cache.
+
+    Returns:
+        `IndexStore`: a read-only feature store.
+
+    Raises:
+        HubAccessError: the repo or revision does not exist or cannot be reached.
+        RefusedIndexError: the repo holds no index, or a damaged one.
+    """
+    files = HubFiles(repo_id, FeatureStore.CONFIG_FILE, revision, token, local_files_only)
+    return open_index(files, files.work_dir if output_dir is None else Path(output_dir))
+
+
+def pull_index(
+    repo_id: str,
+    output_dir: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> IndexStore:
+    """Copy a whole published index into a directory, which then works without a connection.
+
+    Every file is checked before it is copied. After an interruption the same call resumes where it stopped.
+
+    Args:
+        repo_id (`str`):
+            The dataset repo.
+        output_dir (`str` or `os.PathLike`):
+            The directory, created if need be.
+        revision (`str`, *optional*):
+            Branch, tag or commit. By default the main branch.
+        token (`str` or `bool`, *optional*):
+            As in `huggingface_hub`.
+        local_files_only (`bool`, *optional*, defaults to `False`):
+            Use only what is in the Hub's cache.
+
+    Returns:
+        `IndexStore`: the store in the directory. Features of targets are kept beside the Hub's cache, never in the
+        copy.
+
+    Raises:
+        HubAccessError: a file does not exist or cannot be downloaded.
+        RefusedIndexError: the index is damaged.
+        ConfigMismatchError: the directory holds another index, or features of another run.
+    """
+    directory = Path(output_dir)
+    local = LocalFiles(directory)
+    local.names()  # refuses links, through which files would be written elsewhere
+    store = open_repo(repo_id, directory, revision, token, local_files_only)
+    saved = directory / FeatureStore.CONFIG_FILE
+    if saved.exists() and FeatureStore.load(directory).config_hash != store.config_hash:
+        raise ConfigMismatchError(
+            f"{directory} holds features of another configuration than {store.files.name}. Expected an empty "
+            "directory, or an earlier copy of the same index. Use another directory."
+        )
+    for model_id in store.model_ids:
+        paths = store.fetch_all(model_id)
+        # The record of a curvature makes it complete. It goes first and comes last.
+        (directory / curvature_folder(model_id) / CURVATURE_FILE).unlink(missing_ok=True)
+        for path in paths:
+            _copy(store, path, directory)
+        info = directory / store.checkpoint_dir(model_id).name / "checkpoint.json"
+        write_bytes(info, sealed_bytes(store.checkpoint_info(model_id)))
+    if store.train_rows() is not None:
+        _copy(store, index_files.TRAIN_ROWS_FILE, directory)
+    if CALIBRATION_FILE in store.files.listed and store.read_calibration() is not None:
+        _copy(store, CALIBRATION_FILE, directory)
+    # The JSON files come last: a directory that has them is complete.
+    for name in JSON_FILES:
+        write_bytes(directory / name, store.files.fetch(name).read_bytes())
+    return open_index(local, local.work_dir)
+
+
+def _copy(store: IndexStore, name: str, directory: Path) -> None:
+    with atomic_path(directory / name) as temporary:
+        shutil.copyfile(store.files.fetch(name), temporary)

@@ -24,11 +24,10 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles, refused
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE, check_bounds
-from hf_trak.hub.index_store import IndexStore, open_index
+from hf_trak.hub.index_store import IndexStore, open_index, open_repo
 from hf_trak.hub.manifest import MANIFEST_FILE, RUN_OPTIONS, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.names import checked_repo, checked_revision, shown
-from hf_trak.hub.pull import open_repo
 from hf_trak.hub.remote_rows import RemoteRows
 from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_trak.config import BITS, TrakConfig
-from hf_trak.hub.names import HubSource, checked_repo, checked_revision, shown
+from hf_trak.hub.names import HubSource, checked_repo, checked_revision, expect, shown
 from hf_trak.runtime.checks import is_int
 from hf_trak.store.shards import ShardPlan
 
@@ -116,8 +116,8 @@ class PublishedCheckpoint:
         Raises:
             ValueError: a value is one that this library does not write. The message begins with the value.
         """
-        if not isinstance(value, dict) or set(value) != {"fingerprint", "source", "converted_from"}:
-            raise ValueError(f"checkpoint {key} is {shown(value)}, not fingerprint, source and converted_from")
+        right = isinstance(value, dict) and set(value) == {"fingerprint", "source", "converted_from"}
+        expect(right, f"checkpoint {key}", value, "fingerprint, source and converted_from")
         fingerprint, source, history = value["fingerprint"], value["source"], value["converted_from"]
         if not _is_digest(fingerprint):
             raise ValueError(f"checkpoint {key} has the digest {shown(fingerprint)}, not 32 hex digits")
@@ -154,14 +154,11 @@ class TrainSource:
         Raises:
             ValueError: a value is one that this library does not write. The message begins with the value.
         """
-        if not isinstance(value, dict) or set(value) != {"name", "config", "split", "revision"}:
-            raise ValueError(
-                f"`train_dataset` is {shown(value)}, not null or an object with name, config, split, revision"
-            )
+        right = isinstance(value, dict) and set(value) == {"name", "config", "split", "revision"}
+        expect(right, "`train_dataset`", value, "null or an object with name, config, split, revision")
         for key in ("config", "split"):
-            plain = isinstance(value[key], str) and re.fullmatch(r"[\w.-]{1,100}", value[key])
-            if value[key] is not None and not plain:
-                raise ValueError(f"the {key} of `train_dataset` is {shown(value[key])}, not a plain name")
+            plain = isinstance(value[key], str) and re.fullmatch(r"[\w.-]{1,100}", value[key]) is not None
+            expect(value[key] is None or plain, f"the {key} of `train_dataset`", value[key], "a plain name")
         if value["revision"] is not None:
             checked_revision(value["revision"], "the revision of `train_dataset`")
         checked_repo(value["name"], "`train_dataset`")
@@ -224,21 +221,19 @@ class IndexManifest:
             ValueError: a value is one that this library does not write. The message begins with the value, so that
                 the caller can put the name of the file in front.
         """
-        checkpoints = content.get("checkpoints")
-        if not isinstance(checkpoints, dict) or not checkpoints:
-            raise ValueError(f"`checkpoints` is {shown(checkpoints)}, not an object with at least one entry")
+        checkpoints: Any = content.get("checkpoints")
+        right = isinstance(checkpoints, dict) and bool(checkpoints)
+        expect(right, "`checkpoints`", checkpoints, "an object with at least one entry")
         for key in checkpoints:
             if not re.fullmatch(_ID, key):
                 raise ValueError(f"a checkpoint has the id {shown(key)}, not a number such as '0'")
         files = _files(content.get("files"), [int(key) for key in checkpoints], plan)
         dtype, lds, config = content.get("weights_dtype"), content.get("lds"), content.get("config")
         source = content.get("train_dataset")
-        if not _is_digest(config):
-            raise ValueError(f"`config` is {shown(config)}, not 32 hex digits")
-        if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"`weights_dtype` is {shown(dtype)}, not null or one of {list(_DTYPES)}")
-        if lds is not None and (isinstance(lds, bool) or not isinstance(lds, int | float) or not -1 <= lds <= 1):
-            raise ValueError(f"`lds` is {shown(lds)}, not null or a number from -1 to 1")
+        expect(_is_digest(config), "`config`", config, "32 hex digits")
+        expect(dtype is None or dtype in _DTYPES, "`weights_dtype`", dtype, f"null or one of {list(_DTYPES)}")
+        score = isinstance(lds, int | float) and not isinstance(lds, bool) and -1 <= lds <= 1
+        expect(lds is None or score, "`lds`", lds, "null or a number from -1 to 1")
         return cls(
             files,
             {int(key): PublishedCheckpoint.from_json(key, value) for key, value in checkpoints.items()},
@@ -261,8 +256,7 @@ def _is_digest(value: Any) -> bool:
 
 def _files(found: Any, ids: list[int], plan: ShardPlan) -> dict[str, PublishedFile]:
     """Check the files of a manifest: all shards of all checkpoints, and files that belong to them."""
-    if not isinstance(found, dict):
-        raise ValueError(f"`files` is {shown(found)}, not an object of files")
+    expect(isinstance(found, dict), "`files`", found, "an object of files")
     others = {path: match for path in found if (match := _OTHER_FILES.fullmatch(path))}
     if len(found) - len(others) != len(ids) * len(plan):
         raise ValueError(
@@ -289,15 +283,14 @@ def _files(found: Any, ids: list[int], plan: ShardPlan) -> dict[str, PublishedFi
 
 
 def _settings(found: Any) -> dict[str, Any]:
-    if not isinstance(found, dict) or set(found) - set(SETTINGS):
-        raise ValueError(f"`settings` is {shown(found)}, not an object with some of {list(SETTINGS)}")
+    right = isinstance(found, dict) and set(found) <= set(SETTINGS)
+    expect(right, "`settings`", found, f"an object with some of {list(SETTINGS)}")
     curvature = found.get("curvature", {})
-    if not isinstance(curvature, dict) or set(curvature) - set(CURVATURE_SETTINGS):
-        raise ValueError(f"`curvature` is {shown(curvature)}, not an object with some of {list(CURVATURE_SETTINGS)}")
+    right = isinstance(curvature, dict) and set(curvature) <= set(CURVATURE_SETTINGS)
+    expect(right, "`curvature`", curvature, f"an object with some of {list(CURVATURE_SETTINGS)}")
     TrakConfig(**found)
-    labels = found.get("label_names")
-    if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
-        raise ValueError(f"`label_names` is {shown(labels)}, not null or a list of names")
-    if not isinstance(found.get("remove_unused_columns", True), bool):
-        raise ValueError(f"`remove_unused_columns` is {shown(found['remove_unused_columns'])}, not true or false")
+    labels, removed = found.get("label_names"), found.get("remove_unused_columns", True)
+    right = labels is None or (isinstance(labels, list) and all(isinstance(name, str) for name in labels))
+    expect(right, "`label_names`", labels, "null or a list of names")
+    expect(isinstance(removed, bool), "`remove_unused_columns`", removed, "true or false")
     return found

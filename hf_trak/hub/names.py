@@ -86,6 +86,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}…"
 
 
+def expect(right: bool, what: str, value: Any, wanted: str) -> None:
+    """Raise `ValueError` unless a value is right.
+
+    Args:
+        right: whether it is.
+        what: name of the value. The message begins with it, so that the caller can put the name of the file in front.
+        value: the value.
+        wanted: what is expected.
+    """
+    if not right:
+        raise ValueError(f"{what} is {shown(value)}, not {wanted}")
+
+
 def _check_depth(content: dict[str, Any]) -> None:
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):

@@ -26,25 +26,12 @@ from hf_trak.featurize.converting import history_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.featurizer import BatchSizeFinder
 from hf_trak.featurize.fidelity import Fidelity
+from hf_trak.hub import index_files
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import README, card_operations
 from hf_trak.hub.curvature_files import StoredCurvature, settings_left_open, stored_curvature
 from hf_trak.hub.files import LocalFiles, recorded_checksum
 from hf_trak.hub.index_card import index_card
-from hf_trak.hub.index_files import (
-    INDEX_FILE,
-    ROW_DIGESTS_FILE,
-    TRAIN_ROWS_FILE,
-    check_bounds,
-    check_calibration,
-    check_references,
-    has_row_digests,
-    recorded_source,
-    solver_file,
-    solver_settings,
-    write_row_digests,
-    write_train_rows,
-)
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
     CURVATURE_SETTINGS,
@@ -448,7 +435,7 @@ def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str,
 
     def index() -> PreparedIndex:
         if described.train_dataset is not None:
-            write_train_rows(store, rows, described.train_dataset)
+            index_files.write_train_rows(store, rows, described.train_dataset)
         return prepared(store, described, curvature)
 
     return index
@@ -568,7 +555,7 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
     """
     facts = completed(facts, store)
     if facts.train_dataset is None and not isinstance(store, IndexStore):
-        facts = replace(facts, train_dataset=recorded_source(store))
+        facts = replace(facts, train_dataset=index_files.recorded_source(store))
     config = {**store.config, "model_name": facts.model_name, "model_revision": facts.model_revision}
     curvatures = _curvatures(store) if curvature else {}
     if "whitening" in config and (lacking := sorted(set(store.model_ids) - set(curvatures))):
@@ -639,23 +626,23 @@ def _tensor_files(store: FeatureStore) -> dict[str, Path]:
         store.train_rows()
         store.published_calibration()
         return {path: root / path for path in store.files.listed if not path.startswith("curvature/")}
-    paths = [TRAIN_ROWS_FILE] if (root / TRAIN_ROWS_FILE).exists() else []
+    paths = [index_files.TRAIN_ROWS_FILE] if (root / index_files.TRAIN_ROWS_FILE).exists() else []
     if (choice := store.read_calibration()) is not None:
-        check_calibration(choice)
+        index_files.check_calibration(choice)
         paths.append(CALIBRATION_FILE)
     for model_id in store.model_ids:
         shards, folder = store.train(model_id), store.checkpoint_dir(model_id).name
         shards.require_complete("Featurize the remaining rows first.")
         shards.checksums()
         paths += shard_paths(model_id, shards.plan)
-        if (name := solver_file(store, model_id)) is not None:
+        if (name := index_files.solver_file(store, model_id)) is not None:
             paths.append(f"{folder}/{name}")
         if (root / folder / REFERENCES_FILE).exists():
-            check_references(store, model_id)
+            index_files.check_references(store, model_id)
             paths.append(f"{folder}/{REFERENCES_FILE}")
-        if has_row_digests(store):
-            write_row_digests(store, model_id)
-            paths.append(f"{folder}/{ROW_DIGESTS_FILE}")
+        if index_files.has_row_digests(store):
+            index_files.write_row_digests(store, model_id)
+            paths.append(f"{folder}/{index_files.ROW_DIGESTS_FILE}")
     return {path: root / path for path in paths}
 
 
@@ -685,7 +672,9 @@ def _manifest(
     for one in list(curvatures.values())[:1]:
         values["curvature"] |= settings_left_open(values["curvature"], one.record, store.train_size)
     if values["solver"] == "auto":
-        values |= solver_settings([manifest.solvers.get(one) for one in ids], store.train_size, store.proj_dim)
+        values |= index_files.solver_settings(
+            [manifest.solvers.get(one) for one in ids], store.train_size, store.proj_dim
+        )
     settings = {name: values[name] for name in SETTINGS}
     settings["curvature"] = {name: values["curvature"][name] for name in CURVATURE_SETTINGS}
     manifest = replace(manifest, settings=settings)
@@ -696,7 +685,7 @@ def _manifest(
 def _check_readable(config: Mapping[str, Any], json_files: Mapping[str, bytes]) -> None:
     """Refuse to publish an index that is larger than readers accept. Raises `ValueError`."""
     try:
-        check_bounds(config)
+        index_files.check_bounds(config)
     except ValueError as error:
         raise ValueError(
             f"The index cannot be published: {error}. Expected an index of a size that readers accept. Featurize with "
@@ -714,4 +703,4 @@ def _stale(present: set[str], new: set[str]) -> list[str]:
     """Return the files of an earlier index in the repo that do not belong to the new one."""
     if not present.issuperset(JSON_FILES):
         return []  # the repo holds no index, so files of such names have another purpose
-    return sorted(path for path in present - new if INDEX_FILE.fullmatch(path))
+    return sorted(path for path in present - new if index_files.INDEX_FILE.fullmatch(path))

@@ -8,14 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import (
-    Dataset,
-    DatasetDict,
-    DatasetInfo,
-    Features,
-    List,
-    concatenate_datasets,
-)
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, List, concatenate_datasets
 from huggingface_hub import CommitInfo, HfApi, constants
 
 from hf_trak.errors import RefusedIndexError, StoreError

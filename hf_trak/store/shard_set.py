@@ -208,7 +208,7 @@ class ShardSet:
         tensors = read_tensors(
             self.path(index),
             self.identity,
-            self._specs(rows),
+            self._specs(index),
             verify,
             mapped,
             start=rows.start,
@@ -231,9 +231,12 @@ class ShardSet:
             ValueError: the features are not codes, or not even the first block fits.
             StoreError: the file is missing, truncated or damaged in what is read, or does not belong here.
         """
-        rows, names = self.plan.rows(index), self.names_within(count)
-        specs = {name: spec for name, spec in self._specs(rows).items() if name in names}
-        tensors = read_part(self.path(index), self.identity, specs, start=rows.start, stop=rows.stop)
+        return self._read_named(self.path(index), index, self.names_within(count))
+
+    def _read_named(self, path: Path, index: int, names: Sequence[str]) -> Shard:
+        """Read some tensors of one shard from a file that has them."""
+        rows, specs = self.plan.rows(index), self._specs(index, names)
+        tensors = read_part(path, self.identity, specs, start=rows.start, stop=rows.stop)
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
 
     def names_within(self, count: int) -> tuple[str, ...]:
@@ -307,14 +310,16 @@ class ShardSet:
             else:
                 yield Finding(path, "intact")
 
-    def _specs(self, rows: range) -> dict[str, TensorSpec]:
-        numbers = TensorSpec((len(rows),), (torch.float32,))
-        if self.code_format is None:
-            return {"grads": TensorSpec((len(rows), self.width), (self.dtype,)), "out_to_loss": numbers}
-        form = self.code_format
+    def _specs(self, index: int, names: Sequence[str] | None = None) -> dict[str, TensorSpec]:
+        """Return the tensors of a shard, or those of some names."""
+        count, form = len(self.plan.rows(index)), self.code_format
+        numbers = TensorSpec((count,), (torch.float32,))
+        if form is None:
+            return {"grads": TensorSpec((count, self.width), (self.dtype,)), "out_to_loss": numbers}
         blocks = zip(form.names, form.block_bytes, strict=True)
-        codes = {name: TensorSpec((len(rows), count), (torch.uint8,)) for name, count in blocks}
-        return {"out_to_loss": numbers, "scale": numbers, **codes}
+        codes = {name: TensorSpec((count, size), (torch.uint8,)) for name, size in blocks}
+        specs = {"out_to_loss": numbers, "scale": numbers, **codes}
+        return specs if names is None else {name: specs[name] for name in names}
 
     def header(self, index: int) -> dict[str, Any]:
         """Read and check the metadata of a shard; its tensors are not read.
@@ -323,7 +328,7 @@ class ShardSet:
             StoreError: the file is missing or truncated, or does not belong here.
         """
         rows = self.plan.rows(index)
-        return read_header(self.path(index), self.identity, self._specs(rows), start=rows.start, stop=rows.stop)
+        return read_header(self.path(index), self.identity, self._specs(index), start=rows.start, stop=rows.stop)
 
     def kept(self, grads: Tensor) -> Tensor:
         """Return what is read back after rows of features were written: rotated and rounded as this matrix keeps them.

@@ -11,8 +11,7 @@ from torch import Tensor
 from hf_trak.gradient_computers import AbstractGradientComputer, ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, LossModelOutput, Side
 from hf_trak.modelout_functions.function import task_identity
-from hf_trak.projectors import BasicProjector, BlockProjector, NoOpProjector, ProjectionType
-from hf_trak.runtime.checks import checked_int
+from hf_trak.projectors import BlockProjector, NoOpProjector
 from hf_trak.version import __version__
 
 
@@ -45,17 +44,6 @@ def construct(cls: Any, required: Mapping[str, Any], optional: Mapping[str, tupl
                 f"{neutral!r} with this class. Add the argument to its constructor, or leave it out."
             )
     return cls(**arguments)
-
-
-def default_projector(num_params: int, proj_dim: int, seed: int, device: Any) -> BasicProjector:
-    """Make the projector of a run whose user gave none: a Rademacher projection, as the `trak` API has it."""
-    return BasicProjector(
-        grad_dim=num_params,
-        proj_dim=checked_int(proj_dim, "proj_dim", 1, type_error=ValueError),
-        seed=seed,
-        proj_type=ProjectionType.rademacher,
-        device=device,
-    )
 
 
 def is_ours(function: Any) -> bool:

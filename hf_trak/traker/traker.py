@@ -22,24 +22,14 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, NonFiniteError
 from hf_trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer, ParameterLayout
 from hf_trak.modelout_functions import AbstractModelOutput, Batch, Side, get_task
-from hf_trak.projectors import AbstractProjector, NoOpProjector
+from hf_trak.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int, non_finite_rows
 from hf_trak.store.atomic import safe_name
 from hf_trak.store.checkpoint_records import checked_model_id
 from hf_trak.traker import batch_rows as requirements
+from hf_trak.traker import plugins
 from hf_trak.traker.batch_rows import OpenCheckpoint, materialize, selected
-from hf_trak.traker.plugins import (
-    GradientPipeline,
-    class_name,
-    construct,
-    default_projector,
-    projection_identity,
-    require_both_sides,
-    require_device,
-    require_size,
-    run_metadata,
-)
 from hf_trak.traker.savers import AbstractSaver, MmapSaver
 from hf_trak.traker.score_computers import AbstractScoreComputer, BasicScoreComputer
 from hf_trak.weights.checkpoints import Checkpoint, load_into
@@ -139,7 +129,7 @@ class TRAKer:
         self.layout = ParameterLayout.from_model(model, self.grad_wrt)
         self.num_params = self.layout.total
         self.normalize_factor = math.sqrt(self.num_params)
-        self.gradient_computer: AbstractGradientComputer = construct(
+        self.gradient_computer: AbstractGradientComputer = plugins.construct(
             gradient_computer,
             {
                 "model": model,
@@ -150,8 +140,8 @@ class TRAKer:
             },
             {"grad_wrt": (self.grad_wrt, None)},
         )
-        require_both_sides(self.gradient_computer, self.task)
-        self.score_computer: AbstractScoreComputer = construct(
+        plugins.require_both_sides(self.gradient_computer, self.task)
+        self.score_computer: AbstractScoreComputer = plugins.construct(
             score_computer or BasicScoreComputer,
             {"dtype": self.dtype, "device": device},
             {"lambda_reg": (lambda_reg, 0.0), "logging_level": (logging_level, logging_level)},
@@ -162,7 +152,7 @@ class TRAKer:
         saver_class: Any = saver or MmapSaver
         self.saver: AbstractSaver = saver_class(
             save_dir=self.save_dir,
-            metadata=run_metadata(model, self.layout, self.task, self.gradient_computer, self.projector),
+            metadata=plugins.run_metadata(model, self.layout, self.task, self.gradient_computer, self.projector),
             train_set_size=self.train_set_size,
             proj_dim=self.proj_dim,
             load_from_save_dir=load_from_save_dir,
@@ -190,11 +180,14 @@ class TRAKer:
                 the open directory.
         """
         if projector is None and proj_dim:
-            projector = default_projector(self.num_params, proj_dim, self.projector_seed, self.device)
+            proj_dim = checked_int(proj_dim, "proj_dim", 1, type_error=ValueError)
+            kind, seed = ProjectionType.rademacher, self.projector_seed
+            projector = BasicProjector(self.num_params, proj_dim, seed, kind, self.device)
         elif projector is None or (type(projector) is NoOpProjector and not projector.grad_dim):
             projector = NoOpProjector(grad_dim=self.num_params, device=self.device)
-        require_size(projector, self.num_params)
-        if hasattr(self, "saver") and projection_identity(projector) != projection_identity(self.projector):
+        plugins.require_size(projector, self.num_params)
+        chosen = plugins.projection_identity(projector)
+        if hasattr(self, "saver") and chosen != plugins.projection_identity(self.projector):
             raise ValueError(
                 f"The {type(projector).__name__} is another projection than the {type(self.projector).__name__} that "
                 f"{self.save_dir} was opened with. Make another TRAKer with another save_dir."
@@ -429,9 +422,9 @@ class TRAKer:
 
     def _compute(self, opened: OpenCheckpoint, batch: Batch, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
         """Compute projected gradients `(r, k)`, divided by √P, and q `(r,)` of r chosen samples of a batch."""
-        require_device(self.device)
+        plugins.require_device(self.device)
         opened.weights.verify()
-        pipeline = GradientPipeline(
+        pipeline = plugins.GradientPipeline(
             self.gradient_computer, self.projector, self.num_params, self.proj_dim, self.device
         )
         part = selected(batch, chosen)
@@ -440,4 +433,4 @@ class TRAKer:
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that finalized features depend on, besides the gradients."""
-        return {"lambda_reg": self.lambda_reg, "score_computer": class_name(type(self.score_computer))}
+        return {"lambda_reg": self.lambda_reg, "score_computer": plugins.class_name(type(self.score_computer))}

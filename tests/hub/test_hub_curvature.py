@@ -224,7 +224,7 @@ def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.
     (copy / "curvature/0").mkdir(parents=True)
     (copy / RECORD).write_text("{}")
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr("hf_trak.hub.pull._copy", interrupted)
+        broken.setattr("hf_trak.hub.index_store._copy", interrupted)
         pull_index("tester/index", copy)
     assert not (copy / RECORD).exists(), "it would belong to other blocks"
     pull_index("tester/index", copy)
