@@ -246,7 +246,8 @@ def _build(types: Iterable[type], prog: str | None, description: str | None) -> 
             metadata = {"help": option.help, **option.field.metadata}
             if metadata["help"]:
                 metadata["help"] = _PERCENT.sub(lambda m: "%%" if m[0] == "%" else m[0], metadata["help"])
-            copied = dataclasses.field(metadata=metadata, **_default(option.field))
+            default, factory = option.field.default, option.field.default_factory
+            copied = dataclasses.field(default=default, default_factory=factory, metadata=metadata)
             specs.append((option.name, _as_text(option.hint), copied))
         copies.append(dataclasses.make_dataclass(kind.__name__, specs, kw_only=True))
         copies[-1]._argument_group_name = kind.__name__
@@ -269,12 +270,6 @@ def _as_text(hint: Any) -> Any:
     if not {int, str} <= _without_none(hint):
         return hint
     return str | None if NoneType in get_args(hint) else str
-
-
-def _default(field: dataclasses.Field) -> dict[str, Any]:
-    if field.default_factory is not dataclasses.MISSING:
-        return {"default_factory": field.default_factory}
-    return {} if field.default is dataclasses.MISSING else {"default": field.default}
 
 
 def _actions_by_name(parser: ArgumentParser, names: Iterable[str]) -> dict[str, Action]:

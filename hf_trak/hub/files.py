@@ -21,7 +21,6 @@ from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
-from safetensors import SafetensorError, safe_open
 
 from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
@@ -29,7 +28,7 @@ from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, PublishedFile
 from hf_trak.hub.names import read_foreign_object, shown, too_large
 from hf_trak.store.atomic import read_json
 from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest
-from hf_trak.store.shards import TensorSpec, parse_metadata
+from hf_trak.store.shards import TensorSpec, metadata_of
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
 
@@ -108,8 +107,6 @@ def _refused(path: str, repo_id: str, commit: str, part: range, found: str) -> R
     )
 
 
-DEFAULT_REVISION = "main"
-
 INDEX = "an index that hf_trak has published"
 
 MAX_HEADER_BYTES = 64 << 10
@@ -165,19 +162,6 @@ def check_file(path: Path, bounds: Bounds) -> None:
             f"it is not a safetensors file of an index: it begins with a header of {length} bytes that starts with "
             f"{start!r} (at most {bounds.header} bytes, starting with b'{{', were expected)"
         )
-
-
-def metadata_of(path: Path) -> dict[str, Any]:
-    """Return what a file of tensors says of itself, unchecked.
-
-    Raises:
-        StoreError: it is missing or damaged, or was not written by hf_trak.
-    """
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return parse_metadata(path, file)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"{path} cannot be used: it cannot be read ({error})") from error
 
 
 def recorded_checksum(path: Path) -> str:
@@ -402,7 +386,7 @@ class HubFiles(IndexFiles):
         super().__init__(wanted)
         self.repo_id = repo_id
         self._api = hub_api(token)
-        wanted = revision or DEFAULT_REVISION
+        wanted = revision or "main"
         with access_errors(repo_id, revision):
             cached = try_to_load_from_cache(repo_id, first, revision=wanted, repo_type=REPO_TYPE)
         self._offline = local_files_only or constants.HF_HUB_OFFLINE

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.featurize.calibration import Calibration
-from hf_trak.hub.files import Bounds, IndexFiles, check_file, metadata_of, tensor_bytes
+from hf_trak.hub.files import Bounds, IndexFiles, check_file, tensor_bytes
 from hf_trak.hub.manifest import INDEX_DIGITS, TrainSource
 from hf_trak.identity.row_digest import RowContents, content_digests
 from hf_trak.scores.solvers import DEFAULT_RANK, PLAIN_PRIMAL, few_rows
@@ -23,7 +23,7 @@ from hf_trak.store.codes import CodedRows
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
 from hf_trak.store.shard_set import Shard
-from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.shards import Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore
 

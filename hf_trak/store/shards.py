@@ -428,6 +428,16 @@ def _sealed_header(path: Path, file: Any) -> dict[str, Any]:
     return header
 
 
+def metadata_of(path: Path) -> dict[str, Any]:
+    """Return what a file says of itself, unchecked.
+
+    Raises:
+        StoreError: it is missing or damaged, or was not written by hf_trak.
+    """
+    with _open(path) as file:
+        return parse_metadata(path, file)
+
+
 def parse_metadata(path: Path, file: Any) -> dict[str, Any]:
     """Return what hf_trak wrote into the metadata of an open safetensors file, unchecked.
 

@@ -18,19 +18,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.store.shards import (
-    Finding,
-    Identity,
-    TensorSpec,
-    parse_metadata,
-    read_header,
-    read_tensors,
-    write_tensors,
-)
+from hf_trak.store.shards import Finding, Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
 _NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes)\.safetensors")
@@ -171,8 +162,7 @@ class SolverFiles:
 def _identity_of(path: Path) -> dict[str, str | int]:
     """Read what a file says that it was computed from."""
     try:
-        with safe_open(path, framework="pt") as file:
-            found = parse_metadata(path, file).get("identity")
-    except (SafetensorError, OSError):
+        found = metadata_of(path).get("identity")
+    except StoreError:
         return {}  # which is said again when the file is read
     return found if isinstance(found, dict) else {}

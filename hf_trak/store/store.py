@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import ConfigMismatchError, NonFiniteError, StoreError
-from hf_trak.store.atomic import create_bytes, remove_stale_temporaries
+from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.checkpoint_records import (
     CODE_BITS,
     FEATURE_DTYPES,
@@ -47,7 +47,7 @@ from hf_trak.store.checkpoint_records import (
     read_config,
 )
 from hf_trak.store.codes import CodeFormat, Rotation
-from hf_trak.store.sealed import content_digest, read_sealed, sealed_bytes, unsealed
+from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_tensors, write_tensors
 
@@ -177,7 +177,7 @@ class FeatureStore:
         given = normalized(config)
         path = output_dir / cls.CONFIG_FILE
         if not path.exists():
-            create_bytes(path, sealed_bytes(given))
+            create_sealed(path, given)
         store = cls.load(output_dir)
         store.require_same(given, compare)
         return store
