@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_trak.config import BITS, TrakConfig
@@ -16,24 +18,35 @@ from hf_trak.store.checkpoint_records import CODE_BITS
 from hf_trak.store.codes import CodeFormat
 
 
-def index_card(
-    repo_id: str,
-    config: Mapping[str, Any],
-    manifest: IndexManifest,
-    curvatures: Mapping[int, StoredCurvature],
-    fidelity: Fidelity | None = None,
-    calibration: Calibration | None = None,
-) -> str:
+@dataclass(frozen=True)
+class PreparedIndex:
+    """A store that was checked and described, to be uploaded or written into a directory.
+
+    Attributes:
+        config: the configuration as it is published.
+        manifest: the manifest.
+        curvatures: the curvatures by model id.
+        files: every file but the card by its path: its content, or where it is.
+        fidelity: how well its scores agree with exact ones, if that was measured.
+        calibration: the method to take, if that was measured.
+    """
+
+    config: dict[str, Any]
+    manifest: IndexManifest
+    curvatures: dict[int, StoredCurvature]
+    files: dict[str, bytes | Path]
+    fidelity: Fidelity | None
+    calibration: Calibration | None
+
+
+def index_card(repo_id: str, index: PreparedIndex) -> str:
     """Write the card of an index.
 
     Args:
         repo_id: the dataset repo, for the example in the card.
-        config: the configuration of the feature store as it is published.
-        manifest: the manifest of the index.
-        curvatures: the curvatures that are published with it, by model id.
-        fidelity: how well its scores agree with exact ones, if that was measured.
-        calibration: the method to take, if that was measured.
+        index: the index.
     """
+    config, manifest = index.config, index.manifest
     settings, task = manifest.settings, config.get("task") or {}
     ridge = f"{settings.get('lambda_relative', TrakConfig().lambda_relative):g} · trace(XᵀX) / min(n, k)"
     name, revision = config.get("model_name"), config.get("model_revision")
@@ -58,10 +71,10 @@ def index_card(
         "seed": config.get("seed"),
         "ridge": ridge,
         "lds": manifest.lds,
-        "fidelity": None if fidelity is None else _fidelity(fidelity),
-        "calibration": None if calibration is None else _calibration(calibration),
+        "fidelity": None if index.fidelity is None else _fidelity(index.fidelity),
+        "calibration": None if index.calibration is None else _calibration(index.calibration),
         "checkpoints": _checkpoint_rows(manifest),
-        "curvatures": _curvature_rows(curvatures),
+        "curvatures": _curvature_rows(index.curvatures),
     }
     usage = "\n".join(
         [

@@ -37,15 +37,8 @@ INDEX_DIGITS = 20
 """Maximum number of digits of an integer in the JSON files of an index."""
 
 _FEATURE_FIELDS = {
-    "feature_dtype",
-    "grad_wrt",
-    "model_dtype",
-    "num_draws",
-    "proj_dim",
-    "proj_type",
-    "seed",
-    "shard_size",
-}
+    "feature_dtype", "grad_wrt", "model_dtype", "num_draws", "proj_dim", "proj_type", "seed", "shard_size",
+}  # fmt: skip
 """Fields of `TrakConfig` that define features. The index records them."""
 
 _MACHINE_FIELDS = {"budget", "output_dir", "use_cpu"}

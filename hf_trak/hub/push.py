@@ -31,7 +31,7 @@ from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import README, card_operations
 from hf_trak.hub.curvature_files import StoredCurvature, settings_left_open, stored_curvature
 from hf_trak.hub.files import LocalFiles, recorded_checksum
-from hf_trak.hub.index_card import index_card
+from hf_trak.hub.index_card import PreparedIndex, index_card
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
     CURVATURE_SETTINGS,
@@ -353,31 +353,6 @@ def completed(facts: IndexFacts, store: FeatureStore) -> IndexFacts:
     return replace(facts, checkpoints={**known_sources(store), **(facts.checkpoints or {})})
 
 
-@dataclass(frozen=True)
-class PreparedIndex:
-    """A store that was checked and described, to be uploaded or written into a directory.
-
-    Attributes:
-        config: the configuration as it is published.
-        manifest: the manifest.
-        curvatures: the curvatures by model id.
-        files: every file but the card by its path: its content, or where it is.
-        fidelity: how well its scores agree with exact ones, if that was measured.
-        calibration: the method to take, if that was measured.
-    """
-
-    config: dict[str, Any]
-    manifest: IndexManifest
-    curvatures: dict[int, StoredCurvature]
-    files: dict[str, bytes | Path]
-    fidelity: Fidelity | None
-    calibration: Calibration | None
-
-    def card(self, name: str) -> str:
-        """Write the card, for a repo or directory of this name."""
-        return index_card(name, self.config, self.manifest, self.curvatures, self.fidelity, self.calibration)
-
-
 _UPLOAD_FILES = 64
 
 """Files per group of uploads."""
@@ -470,7 +445,7 @@ def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], *
             )
         found = index()
         with atomic_directory(path) as temporary:
-            for name, content in {**found.files, README: found.card(path.resolve().name).encode()}.items():
+            for name, content in {**found.files, README: index_card(path.resolve().name, found).encode()}.items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(content, bytes):
                     (temporary / name).write_bytes(content)
@@ -585,7 +560,7 @@ def publish(index: PreparedIndex, destination: Destination) -> CommitInfo:
     def changes(api: HfApi, repo_id: str, info: DatasetInfo) -> list[CommitOperation]:
         additions = [
             *(CommitOperationAdd(name, content) for name, content in index.files.items()),
-            *card_operations(api, repo_id, info, index.card(repo_id), "index"),
+            *card_operations(api, repo_id, info, index_card(repo_id, index), "index"),
         ]
         present = {file.rfilename for file in info.siblings or []}
         stale = _stale(present, {addition.path_in_repo for addition in additions})

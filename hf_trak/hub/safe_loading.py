@@ -40,14 +40,8 @@ EXPERTS = ("eager", "batched_mm", "grouped_mm")
 """Implementations of mixtures of experts in PyTorch."""
 
 QUANTIZATION = (
-    "bitsandbytes",
-    "bitsandbytes_4bit",
-    "bitsandbytes_8bit",
-    "compressed-tensors",
-    "hqq",
-    "quanto",
-    "torchao",
-)
+    "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "compressed-tensors", "hqq", "quanto", "torchao",
+)  # fmt: skip
 
 """Quantization methods whose code is an installed package."""
 
@@ -208,13 +202,9 @@ _DAMAGED = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
 """Errors that libraries raise for files with unexpected content."""
 
 _NO_ROWS = (
-    StopIteration,
-    json.JSONDecodeError,
-    UnicodeDecodeError,
-    pa.ArrowInvalid,
-    yaml.YAMLError,
+    StopIteration, json.JSONDecodeError, UnicodeDecodeError, pa.ArrowInvalid, yaml.YAMLError,
     datasets.exceptions.DatasetGenerationError,
-)
+)  # fmt: skip
 
 """Errors that `datasets` raises for files without rows."""
 

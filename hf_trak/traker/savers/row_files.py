@@ -33,17 +33,9 @@ _BLOCK_BYTES = 64 * 2**20
 _MASK = 2**64 - 1
 
 _HEADER_ERRORS = (
-    ValueError,
-    TypeError,
-    SyntaxError,
-    EOFError,
-    KeyError,
-    OSError,
-    OverflowError,
-    MemoryError,
-    RecursionError,
+    ValueError, TypeError, SyntaxError, EOFError, KeyError, OSError, OverflowError, MemoryError, RecursionError,
     tokenize.TokenError,
-)
+)  # fmt: skip
 """Errors that NumPy raises for damaged headers, since it evaluates them as Python literals."""
 
 _intact: dict[str, object] = {}
