@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_trak.attributor import last_result
-from hf_trak.cli.build import (
-    MethodArguments,
-    build,
-    build_from_index,
-    parse_with_record,
-    quiet,
-    require_run,
-    target_rows,
-)
+from hf_trak.cli.build import MethodArguments, begin, build, build_from_index, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.engines.engine import Engine
@@ -77,15 +69,13 @@ def run(argv: Sequence[str]) -> None:
             of the training are not known.
     """
     kinds = (TargetArguments, RunArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
-    saved, arguments = parse_with_record(
+    saved, (targets, wanted, model_args, data, trak, output) = begin(
         kinds,
         argv,
         prog="hf-trak attribute",
         description="Score the training set against targets. Model, training rows and settings are by default those "
         "that `hf-trak featurize` has recorded in output_dir.",
     )
-    targets, wanted, model_args, data, trak, output = arguments
-    quiet()
     method = wanted.chosen()
     exact, replays = isinstance(method, Exact), isinstance(method, Replay)
     if wanted.index is None:

@@ -204,10 +204,12 @@ def build_from_index(
     return Built(attributor, how)
 
 
-def parse_with_record(
+def begin(
     kinds: Sequence[type], argv: Sequence[str], prog: str, description: str
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Parse arguments, by default those that `hf-trak featurize` has recorded in `output_dir`.
+    """Begin a command that uses a run, and let only the first process print.
+
+    Arguments that are not given are those that `hf-trak featurize` has recorded in `output_dir`.
 
     Args:
         kinds: the dataclasses to fill, [`TrakConfig`] among them.
@@ -228,6 +230,7 @@ def parse_with_record(
     saved = remembered(where)
     if any(getattr(one, "index", None) is not None for one in first):
         saved = {}
+    quiet()
     return saved, parse(defaults=saved)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_trak.cli.build import build, parse_with_record, quiet, remember, require_run
+from hf_trak.cli.build import begin, build, quiet, remember, require_run
 from hf_trak.cli.parser import (
     DataArguments,
     ModelArguments,
@@ -94,7 +94,7 @@ def run_curvature(argv: Sequence[str]) -> None:
     Raises:
         ValueError: the curvature is the identity, which is fitted to nothing.
     """
-    _, (model_args, data, trak, output) = parse_with_record(
+    _, (model_args, data, trak, output) = begin(
         (ModelArguments, DataArguments, TrakConfig, OutputArguments),
         argv,
         prog="hf-trak curvature",
@@ -107,7 +107,6 @@ def run_curvature(argv: Sequence[str]) -> None:
             "`curvature` is 'identity', which is fitted to nothing. Expected another one. Call `hf-trak attribute "
             "--method exact --curvature identity` at once, or set `--curvature ekfac`."
         )
-    quiet()
     require_run(trak.output_dir, model_args, data)
     start = time.perf_counter()
     built = build(model_args, data, trak)

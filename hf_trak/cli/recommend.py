@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from hf_trak.cli.build import build, parse_with_record, quiet, require_run
+from hf_trak.cli.build import begin, build, require_run
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option
 from hf_trak.config import TrakConfig
 
@@ -19,9 +19,9 @@ def run(argv: Sequence[str]) -> None:
     """Recommend methods for an index in `output_dir`. A few batches are featurized to measure the time."""
     kinds = (RecommendArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
     description = "Recommend a method for each budget, with its time, disk and expected quality."
-    saved, arguments = parse_with_record(kinds, argv, prog="hf-trak recommend", description=description)
-    wanted, model_args, data, trak, output = arguments
-    quiet()
+    saved, (wanted, model_args, data, trak, output) = begin(
+        kinds, argv, prog="hf-trak recommend", description=description
+    )
     require_run(trak.output_dir, model_args, data)
     found = build(model_args, data, trak, saved).attributor.recommend(wanted.eval_size)
     answer(asdict(found), str(found).splitlines(), output.json)

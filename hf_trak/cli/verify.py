@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_trak.cli.build import build, build_from_index, parse_with_record, quiet, require_run, target_rows
+from hf_trak.cli.build import begin, build, build_from_index, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.report.run import AttributionRun
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
             training rows.
     """
     kinds = (TargetArguments, VerifyArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
-    saved, arguments = parse_with_record(
+    saved, (targets, wanted, model_args, data, trak, output) = begin(
         kinds,
         argv,
         prog="hf-trak verify",
@@ -58,8 +58,6 @@ def run(argv: Sequence[str]) -> None:
         "rows that look like it, and compare what each does to the target's output. The model is left as it was. "
         "Model, training rows and settings are by default those that `hf-trak featurize` has recorded in output_dir.",
     )
-    targets, wanted, model_args, data, trak, output = arguments
-    quiet()
     if wanted.index is None:
         require_run(trak.output_dir, model_args, data)
     elif data.dataset_name is None:
