@@ -519,7 +519,7 @@ class FeaturizedModel:
             found.sources = {}
             place, config = Path(self.args.output_dir) / name / fingerprint[:12], self.store_config()
         with self.processes.all_or_none():  # the main process makes it
-            self.processes.broadcast_from_main(lambda: FeatureStore.open(place, config, COMPARISONS).output_dir)
+            self.processes.broadcast_from_main(lambda: str(FeatureStore.open(place, config, COMPARISONS).output_dir))
             found._store = FeatureStore.open(place, config, COMPARISONS)
         return found
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -113,3 +115,43 @@ def planted_run(place: Path) -> PlantedRun:
     trainer.train()
     attributor = TrakAttributor.from_trainer(trainer, args, "image_classification")
     return PlantedRun(place, train, validation, np.flatnonzero(wrong), right, trainer, attributor.featurize())
+
+
+def pictures(count: int, first: int = 0) -> Dataset:
+    """Digits as a column of images, which become pixels when a row is read."""
+    drawn, labels = load_digits(return_X_y=True)
+    part = slice(first, first + count)
+    images = [Image.fromarray((16 * pixels.reshape(8, 8)).clip(max=255).astype(np.uint8)) for pixels in drawn[part]]
+    features = Features({"image": ImageFeature(), "labels": Value("int64")})
+    rows = Dataset.from_dict({"image": images, "labels": labels[part].tolist()}, features=features)
+    return rows.with_transform(
+        lambda batch: {
+            "pixels": [torch.tensor(np.asarray(one), dtype=torch.float32).flatten() / 256 for one in batch["image"]],
+            "labels": batch["labels"],
+        }
+    )
+
+
+def picture_trainer(place: Path) -> Trainer:
+    """A trainer of images for a few steps."""
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(place / "out"), num_train_epochs=2, learning_rate=1e-2, per_device_train_batch_size=4, seed=0,
+        use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    model = Network(PretrainedConfig(num_labels=10, problem_type="single_label_classification"))
+    return Trainer(model, arguments, train_dataset=pictures(24), eval_dataset=pictures(6, first=24))
+
+
+def report_in_group(place: str) -> dict[str, Any]:
+    """Train on images in one of several processes, which report together when the training ends."""
+    directory, run = Path(place), picture_trainer(Path(place))
+    args = TrakConfig(str(directory / "trak"), use_cpu=True)
+    callback = TrakCallback(args, record=True, trainer=run, report=True, task="image_classification")
+    run.add_callback(callback)
+    run.train()
+    if run.args.process_index == 0:
+        torch.save(run.model.state_dict(), directory / "last.pt")
+    assert callback.report is not None
+    return {"method": callback.report.method, "effects": callback.report.effects.tolist()}

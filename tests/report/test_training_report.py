@@ -8,12 +8,24 @@ import pytest
 import torch
 from datasets import Dataset
 from replay_runs import EVAL, TRAIN, RowWeights, config, differences, recorded, tiny, trainer
+from store_jobs import start_group
 from test_report_browser import CONTRAST, DESKTOP, PHONE, requests_beyond
 from test_report_browser import page as page  # the fixture
-from training_reports import HAND, NEAR, ROWS, TWICE, WEB, PlantedRun, planted_run, trainer_of
+from training_reports import (
+    HAND,
+    NEAR,
+    ROWS,
+    TWICE,
+    WEB,
+    PlantedRun,
+    picture_trainer,
+    planted_run,
+    report_in_group,
+    trainer_of,
+)
 from transformers import TrainerCallback
 
-from hf_trak import Exact, Replay, TrakAttributor, TrakCallback
+from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.report import TrainingReport
 from hf_trak.report.training import _has_sources
@@ -142,6 +154,24 @@ def test_the_page_in_a_browser(run: PlantedRun, report: TrainingReport, page: An
     assert page.evaluate("document.querySelectorAll('#doubts .example').length") == min(24, len(report.doubted))
     assert page.evaluate("document.querySelectorAll('#proof tbody tr').length") == 3
     assert "10 % more learning rate" in page.evaluate("document.querySelector('#facts').textContent")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_two_processes_report_a_training_on_images(tmp_path: Path) -> None:
+    """They write one page, with the pictures, and a single process finds the same effects in their record."""
+    both = [job.wait() for job in start_group(tmp_path, 2, report_in_group, str(tmp_path), timeout=60)]
+    assert both[0] == both[1] and both[0] is not None and "value" in both[0], both
+    found = both[0]["value"]
+    page = (tmp_path / "trak" / "training_report.html").read_text()
+    assert found["method"] == "replay of the recorded run" and page.count("data:image") > 1
+    alone = picture_trainer(tmp_path)
+    alone.model.load_state_dict(torch.load(tmp_path / "last.pt", weights_only=True))
+    args = TrakConfig(str(tmp_path / "trak"), use_cpu=True)
+    attributor = TrakAttributor.from_trainer(alone, args, "image_classification")
+    again = training_report(attributor.features, alone.eval_dataset, method=Replay(of="run"))
+    assert np.abs(again.effects).max() > 0
+    assert np.abs(again.effects - found["effects"]).max() <= 1e-4 * np.abs(again.effects).max()
 
 
 @pytest.mark.slow
