@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(targets, top_k=args.top_k)
-    write_report(attributor, args.output_dir, label_names=KINDS)
+    write_report(attributor, args.output_dir, attributor.self_influence(), label_names=KINDS)
 
     wrong = np.asarray(rows["mislabelled"][:])
     found = {

@@ -148,8 +148,9 @@ def main(argv: list[str] | None = None) -> None:
 
     outcome = train_and_attribute(trainer, args, trak, settings, with_guesses)
     logits = trainer.predict(outcome.targets).predictions
-    write_report(outcome.attributor, output_dir, image_column=data.image_column, label_column=data.label_column)
     self_influence = outcome.attributor.self_influence(method=outcome.method)
+    columns = {"image_column": data.image_column, "label_column": data.label_column}
+    write_report(outcome.attributor, output_dir, self_influence, **columns)
 
     if trainer.is_world_process_zero():
         if args.save_train_dataset:

@@ -2,13 +2,18 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
+from torch import Tensor
 
 from hf_trak import TrakAttributor
+from hf_trak.attributor import last_result
+from hf_trak.report import ReportOptions
+from hf_trak.report import write_report as write_page
 
 SIDES = {"helped_most": ("trak_", 1), "harmed_most": ("trak_harmful_", -1)}
 """Prefix of the columns of either side, and the sign of its scores."""
@@ -59,13 +64,19 @@ def shortened(text: str, width: int = 90) -> str:
     return textwrap.shorten(text, width, placeholder=" …")
 
 
-def write_report(attributor: TrakAttributor, output_dir: Path, **options: Any) -> None:
+def write_report(
+    attributor: TrakAttributor, output_dir: Path, self_influence: Tensor | None = None, **options: Any
+) -> None:
     """Write the last answer of an attributor as `report.html`. All processes call this.
 
     Args:
         attributor: the attributor.
         output_dir: where the file goes.
+        self_influence: of all training rows, `(n,)`. The page then lists the highest, among which wrong labels are.
         options: those of `TrakAttributor.report`.
     """
-    path = attributor.report(output_dir / "report.html", **options)
+    run = last_result(attributor).run(attributor.features)
+    if self_influence is not None:
+        run = replace(run, self_influence=self_influence.float().numpy())
+    path = write_page(run, output_dir / "report.html", ReportOptions(**options))
     PartialState().print(f"Report:  {path}")

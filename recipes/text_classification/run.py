@@ -156,8 +156,9 @@ def main(argv: list[str] | None = None) -> None:
 
     outcome = train_and_attribute(trainer, args, trak, settings, with_guesses)
     logits = trainer.predict(outcome.targets).predictions
-    write_report(outcome.attributor, output_dir, text_columns=data.text_columns, label_column=data.label_column)
     self_influence = outcome.attributor.self_influence(method=outcome.method)
+    columns = {"text_columns": data.text_columns, "label_column": data.label_column}
+    write_report(outcome.attributor, output_dir, self_influence, **columns)
     if trainer.is_world_process_zero():
         facts = outcome.facts(trak, data, args)
         present(train, targets, outcome.scored, logits, self_influence, args, data, output_dir, facts)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     assert f"accuracy {summary['accuracy']:.1%}" in printed
     page = report_of(out)
     assert scored[0]["text"][:80] in page and page.count('class="wrong"') == wrong.sum()
+    listed = re.findall(r'class="row">row (\d+)', page.partition('<section id="outliers"')[2])
+    assert [int(row) for row in listed[:3]] == [item["row"] for item in summary["highest_self_influence"][:3]]
 
 
 def test_the_same_run_again_computes_nothing(finished, recipe):
