@@ -9,7 +9,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "baselines": ("rank_bm25",),
     "traker": ("traker==0.3.2",),
     "dattri": ("dattri==0.3.0",),
-    "kronfluence": ("kronfluence==1.0.1",),
+    "dattri_llm": ("dattri-llm==0.1.0",),
+    "kronfluence": ("kronfluence==1.0.1", "einops", "einconv", "opt-einsum"),
     "bergson": (
         "bergson==2.5.1", "jaxtyping", "wadler_lindig", "natsort", "petname", "simple-parsing", "docstring-parser",
         "ml_dtypes", "torchopt", "optree", "graphviz",
