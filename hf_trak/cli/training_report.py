@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from hf_trak.cli.build import MethodArguments, build, quiet, remember, require_run, target_rows
+from hf_trak.cli.build import MethodArguments, begin, build, remember, require_run, target_rows
 from hf_trak.cli.parser import (
     DataArguments,
     ModelArguments,
@@ -13,9 +12,7 @@ from hf_trak.cli.parser import (
     TargetArguments,
     answer,
     option,
-    parse_yaml_and_args,
 )
-from hf_trak.cli.record import remembered
 from hf_trak.config import TrakConfig
 from hf_trak.methods import Replay
 
@@ -42,17 +39,13 @@ class ReportArguments(MethodArguments):
 def run(argv: Sequence[str]) -> None:
     """Report what the training rows did to the mean loss of a validation set."""
     kinds = (TargetArguments, ReportArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
-    parse = partial(
-        parse_yaml_and_args,
+    saved, (targets, wanted, model_args, data, trak, output) = begin(
         kinds,
         argv,
         prog="hf-trak report --training",
         description="Report what the training rows did to the loss of a validation set: rows, sources, labels, "
         "duplicates, and a proof by two trainings. A record in output_dir is replayed.",
     )
-    saved = remembered(parse()[4].output_dir)
-    targets, wanted, model_args, data, trak, output = parse(defaults=saved)
-    quiet()
     require_run(trak.output_dir, model_args, data)
     stored = target_rows(data, targets)
     built = build(model_args, data, trak)
