@@ -24,9 +24,8 @@ from hf_trak.report.run_record import find_run
 from hf_trak.store.store import FeatureStore
 from hf_trak.viewer.app import require_gradio
 from hf_trak.viewer.index_session import IndexSession
-from hf_trak.viewer.run_session import RunSession
 from hf_trak.viewer.server import serve
-from hf_trak.viewer.session import Session
+from hf_trak.viewer.session import RunSession, Session
 from hf_trak.viewer.target_form import TargetForm
 
 

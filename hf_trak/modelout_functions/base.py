@@ -13,6 +13,7 @@ Two forms of the same thing:
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -61,6 +62,27 @@ def checked_choice(value: Choice, name: str, choices: Any) -> Choice:
     if value not in get_args(choices):
         raise ValueError(f"`{name}` is {value!r}. Expected one of {list(get_args(choices))}.")
     return value
+
+
+def checked_positive(value: float, name: str, remedy: str = "") -> float:
+    """Return an argument that has to be positive and finite.
+
+    Args:
+        value (`float`):
+            The argument.
+        name (`str`):
+            Its name, for the error message.
+        remedy (`str`, *optional*, defaults to `""`):
+            A sentence about what to do, added to the error message.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(
+            " ".join(filter(None, [f"`{name}` is {value!r}. Expected a positive finite number.", remedy]))
+        )
+    return float(value)
 
 
 class AbstractModelOutput(ABC):

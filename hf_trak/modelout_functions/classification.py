@@ -1,6 +1,5 @@
 """Image and text classification: f = logit_y − logsumexp(other logits), q = 1 − p_y (TRAK paper, Section 3.3)."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,7 +7,15 @@ import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model, checked_choice
+from hf_trak.modelout_functions.base import (
+    Batch,
+    BatchedModelOutput,
+    Side,
+    Tensors,
+    call_model,
+    checked_choice,
+    checked_positive,
+)
 from hf_trak.modelout_functions.batches import (
     LABEL_NAMES,
     as_sequence,
@@ -38,11 +45,7 @@ class ClassificationModelOutput(BatchedModelOutput):
             ValueError: the temperature is not a positive finite number.
         """
         super().__init__()
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(
-                f"`temperature` is {temperature}. Expected a positive finite number; 1.0 is the usual one."
-            )
-        self.temperature = temperature
+        self.temperature = checked_positive(temperature, "temperature", "The usual one is 1.0.")
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = inputs_of(batch)

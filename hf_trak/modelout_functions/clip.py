@@ -11,7 +11,6 @@ is the same for every pair. Neither f nor q of a pair depends on the other pairs
 """
 
 import inspect
-import math
 import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model, checked_positive
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, evaluating
 from hf_trak.runtime.checks import check_finite_rows, checked_int
 from hf_trak.weights.watch import WeightsStamp, model_tensors
@@ -148,10 +147,9 @@ def embed(
                     "`preprocess_fn_img` and `preprocess_fn_txt` apply to (images, texts) batches, but the loader "
                     "yields mappings. Preprocess in its collator."
                 )
-            if preprocess_fn_img is not None:
-                inputs["image"] = preprocess_fn_img(inputs["image"])
-            if preprocess_fn_txt is not None:
-                inputs["text"] = preprocess_fn_txt(inputs["text"])
+            for name, preprocess in (("image", preprocess_fn_img), ("text", preprocess_fn_txt)):
+                if preprocess is not None:
+                    inputs[name] = preprocess(inputs[name])
             inputs = {name: item.to(device) if isinstance(item, Tensor) else item for name, item in inputs.items()}
             image, text, _ = read_output(model(**inputs))
             images.append(image[: size - count].float().cpu())
@@ -228,12 +226,8 @@ class CLIPModelOutput(BatchedModelOutput):
             ValueError: an argument is out of range.
         """
         super().__init__()
-        if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(
-                f"`temperature` is {temperature}. Expected a positive finite number that multiplies the similarities, "
-                "or `None` for the model's own logit scale."
-            )
-        self.temperature = temperature
+        remedy = "It multiplies the similarities; `None` takes the model's own logit scale."
+        self.temperature = None if temperature is None else checked_positive(temperature, "temperature", remedy)
         self.sim_batch_size = checked_int(simulated_batch_size, "simulated_batch_size", 1)
         self.seed = None if seed is None else checked_int(seed, "seed", 0)
         self._own_seed = seed is not None
@@ -375,8 +369,7 @@ class CLIPModelOutput(BatchedModelOutput):
         return over_texts + over_images
 
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        model = (self._bound or self._require_embeddings().model)()
-        return self._error_probability(model_output, None if model is None else model_tensors(model))
+        return self._error_probability(model_output, self._bound_tensors())
 
     def get_out_to_loss_grad(
         self, model: torch.nn.Module, weights: Tensors | None, buffers: Tensors | None, batch: Any
@@ -384,6 +377,11 @@ class CLIPModelOutput(BatchedModelOutput):
         tensors = {**model_tensors(model), **(weights or {}), **(buffers or {})}
         with torch.no_grad():
             return self._error_probability(call_model(model, weights, buffers, *self.model_inputs(batch)), tensors)
+
+    def _bound_tensors(self) -> Mapping[str, Tensor] | None:
+        """Return the tensors of the model that the next batches go through; `None` if it no longer exists."""
+        model = (self._bound or self._require_embeddings().model)()
+        return None if model is None else model_tensors(model)
 
     def _check_weights(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Raise `MissingEmbeddingsError` if the weights are known and the negatives were computed with others."""

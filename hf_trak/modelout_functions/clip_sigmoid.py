@@ -51,10 +51,6 @@ class SigLIPModelOutput(CLIPModelOutput):
         self._check_weights(tensors)
         return -torch.expm1(-self._log_loss(model_output, tensors).detach().exp())
 
-    def _bound_tensors(self) -> Mapping[str, Tensor] | None:
-        model = (self._bound or self._require_embeddings().model)()
-        return None if model is None else model_tensors(model)
-
     def _log_loss(self, model_output: Any, tensors: Mapping[str, Tensor] | None) -> Tensor:
         """Compute log L of every pair, `(B,)`: L itself underflows in float32 where the model is certain."""
         image, text, scale = read_output(model_output)

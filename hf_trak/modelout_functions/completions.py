@@ -1,6 +1,5 @@
 """`CompletionModelOutput`: log-probabilities of completions behind their prompts, for preferences and policies."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -125,21 +124,6 @@ class CompletionModelOutput(BatchedModelOutput):
                 f"A completion of sample {int(empty.reshape(len(empty), -1).any(dim=1).nonzero()[0])} of the batch "
                 "has no token. Expected at least one. Leave the row out, or truncate it less."
             )
-
-
-def checked_positive(value: float, name: str) -> float:
-    """Return a number that has to be positive and finite.
-
-    Args:
-        value: the number.
-        name: name of the argument, for the error message.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` is {value!r}. Expected a positive finite number.")
-    return float(value)
 
 
 def as_named(batch: Batch) -> Mapping[str, Any]:

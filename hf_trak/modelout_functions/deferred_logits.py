@@ -198,10 +198,6 @@ def _tanh_step(z: Tensor, first: int, last: int) -> Tensor:
     return torch.tanh(z)
 
 
-def _tanh(logits: DeferredLogits) -> DeferredLogits:
-    return _after(logits, _tanh_step)
-
-
 def _same(logits: DeferredLogits, **options: Any) -> DeferredLogits:
     return _after(logits, None)
 
@@ -231,7 +227,7 @@ _RULES: dict[Any, Callable[..., DeferredLogits | None]] = {
     _aten.div.Tensor: _binary(torch.div, False),
     _aten.add.Tensor: _binary(torch.add, True),
     _aten.sub.Tensor: _binary(torch.sub, False),
-    _aten.tanh.default: _tanh,
+    _aten.tanh.default: lambda logits: _after(logits, _tanh_step),
     _aten._to_copy.default: _copied,
     _aten.clone.default: _same,
     _aten.detach.default: _same,

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side, checked_choice
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice, checked_positive
 from hf_trak.modelout_functions.batches import find_logits
-from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, checked_positive, column_of
+from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, column_of
 from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs, PairModelOutput
 
 DPOLoss = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"]
@@ -104,6 +104,8 @@ class DPOModelOutput(LikelihoodPairs):
 class ORPOModelOutput(PairModelOutput):
     """The task `orpo`: f = −L of training rows, and the log odds ratio of targets."""
 
+    through_loss = True
+
     def __init__(self, beta: float = 0.1) -> None:
         """
         Args:
@@ -115,11 +117,6 @@ class ORPOModelOutput(PairModelOutput):
         """
         super().__init__()
         self.beta = checked_positive(beta, "beta")
-
-    @property
-    def through_loss(self) -> bool:
-        """Tell whether the train side is minus the loss itself."""
-        return True
 
     def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
         wanted = _predicted(batch) if side == "train" else None
@@ -178,7 +175,7 @@ class RewardModelOutput(LikelihoodPairs):
         )
 
     @property
-    def through_loss(self) -> bool:
+    def through_loss(self) -> bool:  # type: ignore[override]  # the coefficient is a setting
         """Tell whether the train side is minus the loss itself."""
         return self.center_rewards_coefficient is not None
 

@@ -19,13 +19,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side, call_model, checked_choice
+from hf_trak.modelout_functions.base import Batch, Side, call_model, checked_choice, checked_positive
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
     as_named,
     check_finite,
-    checked_positive,
     column_of,
 )
 from hf_trak.modelout_functions.dpo import REFERENCE_REMEDY

@@ -149,10 +149,8 @@ class PairModelOutput(CompletionModelOutput):
     batch_columns = (*PAIR_COLUMNS, *SEQUENCE_COLUMNS)
     own_columns: ClassVar[tuple[str, ...]] = (COMPLETION_MASK, *REFERENCES, "margin")
 
-    @property
-    def through_loss(self) -> bool:
-        """Tell whether the train side is minus the loss itself."""
-        return False
+    through_loss: bool = False
+    """Whether the train side is minus the loss itself."""
 
     def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         if is_default(collator):

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_trak.modelout_functions.base import Batch, Side, checked_choice
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice, checked_positive
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
     as_named,
     check_finite,
-    checked_positive,
     column_of,
 )
 from hf_trak.modelout_functions.pairs import is_default, padded_completions, padding_token

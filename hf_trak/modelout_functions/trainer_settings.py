@@ -1,6 +1,5 @@
 """What the loss of a trainer depends on beside model and rows, for the identity of the task `trainer_loss`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from hf_trak.identity.own_code import attribute_names, stored_attributes
@@ -19,13 +18,12 @@ def loss_settings(trainer: Any) -> dict[str, Any]:
         `dict`: the method and those that it mentions, the function of the loss, the factor of label smoothing, and the
         attributes and arguments of the trainer that these methods read.
     """
-    classes = _own_classes(trainer)
-    methods = _mentioned_methods(trainer, classes)
+    methods = _mentioned_methods(trainer)
     codes = [code for code in map(_code_of, methods.values()) if code is not None]
     read = set[str]().union(*map(attribute_names, codes))
     read -= _of_every_trainer(trainer).union(*map(stored_attributes, codes))
     smoother, kept = getattr(trainer, "label_smoother", None), dict[str, Any]()
-    for values in (*map(vars, classes), vars(trainer)):
+    for values in (*map(vars, _own_classes(trainer)), vars(trainer)):
         kept |= {name: values[name] for name in sorted(read & set(values)) if not _is_method(values[name])}
     arguments = {name: value for name, value in vars(trainer.args).items() if name in read}
     return {
@@ -44,7 +42,7 @@ def own_methods(trainer: Any) -> list[str]:
         trainer (`transformers.Trainer`):
             The trainer.
     """
-    found = _mentioned_methods(trainer, _own_classes(trainer))
+    found = _mentioned_methods(trainer)
     return [f"`{name}`" for name, one in found.items() if one.__module__.partition(".")[0] != "trl"]
 
 
@@ -55,7 +53,7 @@ def reads_mode(trainer: Any) -> bool:
         trainer (`transformers.Trainer`):
             The trainer.
     """
-    methods = _mentioned_methods(trainer, _own_classes(trainer)).values()
+    methods = _mentioned_methods(trainer).values()
     return any("training" in attribute_names(_code_of(one)) for one in methods)
 
 
@@ -73,9 +71,9 @@ def _code_of(function: Any) -> Any:
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
-def _mentioned_methods(trainer: Any, classes: Sequence[type]) -> dict[str, Any]:
-    """Collect `compute_loss` of all classes, and every method that it mentions, by class and name."""
-    owners = [*((cls.__qualname__, vars(cls)) for cls in classes), ("the trainer", vars(trainer))]
+def _mentioned_methods(trainer: Any) -> dict[str, Any]:
+    """Collect `compute_loss` of all classes of a trainer, and every method that it mentions, by class and name."""
+    owners = [*((cls.__qualname__, vars(cls)) for cls in _own_classes(trainer)), ("the trainer", vars(trainer))]
     taken: dict[str, Any] = {}
     seen, left = {"compute_loss"}, ["compute_loss"]
     while left:

@@ -25,7 +25,7 @@ from hf_trak.store.atomic import atomic_path
 from hf_trak.version import __version__
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Environment
 
 _BETWEEN_TAGS = re.compile(r">\n\s*(?=[<{])")
 
@@ -144,7 +144,7 @@ def write_page(template: str, path: str | Path, context: Mapping[str, Any], with
     """
     path = Path(path)
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for part in _template(template).generate(**context, **_assets(with_script)):
+        for part in environment().get_template(template).generate(**context, **_assets(with_script)):
             file.write(part)
     return path
 
@@ -156,7 +156,7 @@ def target_page(view: TargetView, pictures: Sequence[Any]) -> str:
         ImportError: jinja2 is not installed.
     """
     context = {"view": view, "pictures": pictures, "title": f"Target {view.target.row}"}
-    return _template("target.html.jinja").render(**context, **_assets(with_script=False))
+    return environment().get_template("target.html.jinja").render(**context, **_assets(with_script=False))
 
 
 def facts_shown(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -216,9 +216,18 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
 
 def _assets(with_script: bool) -> dict[str, Any]:
     """Load style and script, marked as safe, and make the policy that allows them and nothing else."""
+    return assets(_file("report.css"), _file("report.js") if with_script else "") | {"version": __version__}
+
+
+def assets(style: str, script: str = "") -> dict[str, Any]:
+    """Mark a style and a script as safe, and make the policy that allows them and nothing else.
+
+    Args:
+        style: the style of a page.
+        script: its script; an empty text for none.
+    """
     from markupsafe import Markup
 
-    style, script = _file("report.css"), _file("report.js") if with_script else ""
     policy = [
         "default-src 'none'",
         "img-src data:",
@@ -228,7 +237,7 @@ def _assets(with_script: bool) -> dict[str, Any]:
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    return {"style": Markup(style), "script": Markup(script), "policy": "; ".join(policy), "version": __version__}
+    return {"style": Markup(style), "script": Markup(script), "policy": "; ".join(policy)}
 
 
 def _digest(text: str) -> str:
@@ -241,11 +250,16 @@ def _file(name: str) -> str:
 
 
 @cache
-def _environment() -> "Environment":
+def environment() -> "Environment":
+    """Make the environment of the templates, which escapes everything.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
     from jinja2 import DictLoader, Environment, StrictUndefined
 
     names = [f"{name}.html.jinja" for name in ("base", "report", "target", "training", "parts")]
-    return Environment(
+    made = Environment(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -255,6 +269,8 @@ def _environment() -> "Environment":
         finalize=_not_none,
         extensions=[],
     )
+    made.filters |= {"signed": signed, "number": number}
+    return made
 
 
 def _not_none(value: Any) -> Any:
@@ -262,9 +278,3 @@ def _not_none(value: Any) -> Any:
     if value is None:
         raise ValueError("A template was given `None` to show.")
     return value
-
-
-def _template(name: str) -> "Template":
-    environment = _environment()
-    environment.filters |= {"signed": signed, "number": number}
-    return environment.get_template(name)

@@ -1,7 +1,6 @@
 """The report of a training as one HTML file, in the style of the report of targets."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,50 +26,21 @@ _LISTED = 24
 _FACTS = ("model", "model_class", "task", "parameters", "train_fingerprint", "seed", "created", "hf_trak_version")
 
 
-@dataclass(frozen=True)
-class ChangeView:
-    """A row of a table: changes of the loss, as text, with the sign that colours it."""
-
-    sign: str
-    effect: str = ""
-    value: str = ""
-    rows: str = ""
-    each: str = ""
-    bar: float = 0.0
-    row: str = ""
-    other: str = ""
-    cosine: str = ""
-    labels: str = ""
-    name: str = ""
-    predicted: str = ""
-    measured: str = ""
-    interval: str = ""
-
-
-@dataclass(frozen=True)
-class GroupsView:
-    """The groups that are shown, and the number of those in between that are not."""
-
-    shown: list[ChangeView]
-    left_out: int
-
-    @classmethod
-    def of(cls, groups: Sequence[GroupEffect]) -> "GroupsView":
-        """Make the view of groups, the most harmful first."""
-        largest = max((abs(one.effect) for one in groups), default=0.0)
-        ends = list(groups) if len(groups) <= 2 * _GROUPS else [*groups[:_GROUPS], *groups[-_GROUPS:]]
-        shown = [
-            ChangeView(
-                sign=_sign(one.effect),
-                effect=signed(one.effect),
-                value=shortened(one.value),
-                rows=f"{one.rows:,}",
-                each=signed(one.each),
-                bar=bar(one.effect, largest),
-            )
-            for one in ends
-        ]
-        return cls(shown, len(groups) - len(shown))
+def _groups(groups: Sequence[GroupEffect]) -> dict[str, Any]:
+    """Prepare the table of groups, the most harmful first, and the number of those in between that are not shown."""
+    largest = max((abs(one.effect) for one in groups), default=0.0)
+    ends = list(groups) if len(groups) <= 2 * _GROUPS else [*groups[:_GROUPS], *groups[-_GROUPS:]]
+    shown = [
+        {
+            **_change(one.effect),
+            "value": shortened(one.value),
+            "rows": f"{one.rows:,}",
+            "each": signed(one.each),
+            "bar": bar(one.effect, largest),
+        }
+        for one in ends
+    ]
+    return {"shown": shown, "left_out": len(groups) - len(shown)}
 
 
 def training_report(
@@ -174,7 +144,7 @@ def write_training_report(
         ],
         "helped": [scored(row) for row in report.helpful(options.examples)],
         "harmed": [scored(row) for row in report.harmful(options.examples)],
-        "tables": {name: GroupsView.of(groups) for name, groups in tables.items() if groups},
+        "tables": {name: _groups(groups) for name, groups in tables.items() if groups},
         "doubted": [(scored(row), shortened(report.doubted[row])) for row in doubted],
         "duplicates": duplicates[:_LISTED],
         "more_duplicates": max(0, len(duplicates) - _LISTED),
@@ -215,38 +185,37 @@ class _Rows:
         return "the same" if first == second else "different"
 
 
-def _duplicates(report: TrainingReport, rows: _Rows) -> list[ChangeView]:
+def _duplicates(report: TrainingReport, rows: _Rows) -> list[dict[str, Any]]:
     """List exact and near duplicates."""
     exact = [(row, other, "1, exact") for row, other in report.repeated.items()]
     near = [(row, other, f"{cosine:.4f}".replace("-", "−")) for row, other, cosine in report.near or ()]
-    found = list[ChangeView]()
+    found = list[dict[str, Any]]()
     for row, other, cosine in [*exact[:_LISTED], *near, *exact[_LISTED:]]:
-        effect = float(report.effects[[row, other]].sum())
+        change = _change(float(report.effects[[row, other]].sum()))
         labels = rows.same_label(row, other) if len(found) < _LISTED else ""
-        view = ChangeView(sign=_sign(effect), effect=signed(effect), row=f"{row:,}", other=f"{other:,}")
-        found.append(replace(view, cosine=cosine, labels=labels))
+        found.append({**change, "row": f"{row:,}", "other": f"{other:,}", "cosine": cosine, "labels": labels})
     return found
 
 
-def _proof(report: TrainingReport) -> list[ChangeView]:
+def _proof(report: TrainingReport) -> list[dict[str, Any]]:
     """List what both trainings say."""
     if (proof := report.proof) is None:
         return []
 
-    def view(name: str, predicted: float, measured: Interval) -> ChangeView:
-        return ChangeView(
-            sign=_sign(measured.value),
-            name=name,
-            predicted=signed(predicted),
-            measured=signed(measured.value),
-            interval=f"({signed(measured.low)} to {signed(measured.high)})",
-        )
+    def view(name: str, predicted: float, measured: Interval) -> dict[str, Any]:
+        interval = f"({signed(measured.low)} to {signed(measured.high)})"
+        return {**_change(measured.value), "name": name, "predicted": signed(predicted), "interval": interval}
 
     return [
         view("the most harmful rows", proof.predicted, proof.measured),
         view("random rows", proof.predicted_random, proof.measured_random),
         view("difference", proof.predicted - proof.predicted_random, proof.difference),
     ]
+
+
+def _change(effect: float) -> dict[str, Any]:
+    """Write a change of the loss, with the sign that colours its row of a table."""
+    return {"effect": signed(effect), "sign": _sign(effect)}
 
 
 def _sign(change: float) -> str:

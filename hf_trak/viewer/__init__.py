@@ -1,7 +1,7 @@
 """A page in the browser that answers questions: which training rows helped and harmed a typed or uploaded target?
 
-`session` is what both kinds of sessions share: `index_session` asks a model and its index about new targets, and
-`run_session` shows a saved run without either. `target_form` is what a user fills in. `train_rows` reads, searches and
+`session` is what both kinds of sessions share, and shows a saved run without a model; `index_session` asks a model and
+its index about new targets. `target_form` is what a user fills in. `train_rows` reads, searches and
 groups training rows, and `page` fills the template with them. `handlers` connects these to plain values, `app` lays
 them out with Gradio, and `server` serves them behind the `gate`.
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hf_trak.viewer.app import make_app as make_app
     from hf_trak.viewer.index_session import IndexSession as IndexSession
     from hf_trak.viewer.index_session import Question as Question
-    from hf_trak.viewer.run_session import RunSession as RunSession
     from hf_trak.viewer.server import serve as serve
+    from hf_trak.viewer.session import RunSession as RunSession
     from hf_trak.viewer.target_form import TargetForm as TargetForm
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -26,8 +26,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "hf_trak.viewer.app": "make_app",
         "hf_trak.viewer.index_session": "IndexSession Question",
-        "hf_trak.viewer.run_session": "RunSession",
         "hf_trak.viewer.server": "serve",
+        "hf_trak.viewer.session": "RunSession",
         "hf_trak.viewer.target_form": "TargetForm",
     },
 )

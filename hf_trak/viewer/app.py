@@ -21,8 +21,7 @@ from hf_trak.viewer.handlers import (
     message_of,
 )
 from hf_trak.viewer.index_session import IndexSession
-from hf_trak.viewer.run_session import RunSession
-from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.session import Answer, RunSession, Session
 from hf_trak.viewer.target_form import IMAGES, MOST_CHARACTERS
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.report.content import visible
 from hf_trak.viewer.index_session import IndexSession, Question
 from hf_trak.viewer.page import answer_page, facts_page, frame, groups_page, rows_page
-from hf_trak.viewer.run_session import RunSession
-from hf_trak.viewer.session import Answer, Session
+from hf_trak.viewer.session import Answer, RunSession, Session
 from hf_trak.viewer.train_rows import RowFilter
 
 ExportFormat = Literal["csv", "json", "parquet"]

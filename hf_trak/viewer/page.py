@@ -4,8 +4,6 @@ The template escapes everything that comes from a dataset or a user. The policy 
 and scripts, and the frame forbids scripts once more.
 """
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,6 +19,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, is_samples, visible
 from hf_trak.report.distributions import Histogram, ScoreDistributions
 from hf_trak.report.images import PictureBook
+from hf_trak.report.page import assets, environment
 from hf_trak.report.views import RowView, ScoredView, bar, number, sign_of, signed
 from hf_trak.viewer.session import Answer, Ends, GroupScore, Session, Token
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
@@ -217,12 +216,7 @@ def _histogram(answer: Answer, shown: Sequence[int]) -> Histogram:
 
 
 def _page(view: str, reader: RowReader, context: dict[str, Any]) -> str:
-    from markupsafe import Markup
-
-    style = _file("page.css")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; media-src data:; style-src 'sha256-{digest}'; base-uri 'none'"
-    return _template().render(view=view, pictures=reader.book.pictures, policy=policy, style=Markup(style), **context)
+    return _template().render(view=view, pictures=reader.book.pictures, **assets(_file("page.css")), **context)
 
 
 @cache
@@ -232,8 +226,4 @@ def _file(name: str) -> str:
 
 @cache
 def _template() -> "Template":
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"signed": signed, "number": number}
-    return environment.from_string(_file("page.html.jinja"))
+    return environment().from_string(_file("page.html.jinja"))

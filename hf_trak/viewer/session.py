@@ -1,8 +1,8 @@
-"""The common part of all sessions of the viewer. It has training rows, answers, facts and self-influence."""
+"""Sessions of the viewer: their common part, with training rows, answers, facts and self-influence, and saved runs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ from datasets import Dataset
 from hf_trak.data.rows import RowBatches
 from hf_trak.modelout_functions.aggregated import labels_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
-from hf_trak.report.content import Content, visible
+from hf_trak.report.content import Columns, Content, content_of, stored, visible
+from hf_trak.report.page import facts_shown
+from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import index_ranks
 from hf_trak.scores.scored_dataset import RANK_COLUMNS, STAGE_COLUMN, TOP_K_COLUMNS
 from hf_trak.scores.spans import single_labels
@@ -252,3 +254,52 @@ class Session(ABC):
                 sizes[name] = sizes.get(name, 0) + 1
         found = [GroupScore(name, sizes[name], total) for name, total in totals.items()]
         return sorted(found, key=lambda group: (-group.total, group.name))
+
+
+class RunSession(Session):
+    """Shows the targets of a run that `hf-trak attribute` or `AttributionRun.save` has written, without the model."""
+
+    def __init__(self, run: AttributionRun, title: str = "Which training rows did this?", roots: Sequence[Path] = ()):
+        """
+        Args:
+            run (`AttributionRun`):
+                Scores and rows.
+            title (`str`, *optional*):
+                Heading of the page.
+            roots (`Sequence[Path]`, *optional*):
+                Directories below which image files of rows may be read.
+        """
+        self.run = run
+        self.title = title
+        self.roots = list(roots)
+        self.rows = TrainRows(run.train, run.n_train, run.train_rows)
+        self._scored = stored(run.scored)
+        self._columns = Columns.find(self._scored, text_columns=run.text_columns(self._scored))
+
+    def __len__(self) -> int:
+        """Return the number of targets."""
+        return len(self.run.scored)
+
+    def facts(self) -> list[tuple[str, str]]:
+        return facts_shown(self.run.facts)
+
+    def self_influence(self) -> np.ndarray | None:
+        return self.run.self_influence
+
+    def answer(self, target: int) -> Answer:
+        """Read the scores of a target.
+
+        Args:
+            target: its row in the run.
+
+        Raises:
+            ValueError: there is no such target.
+        """
+        if not 0 <= target < len(self):
+            raise ValueError(f"The target is {target}. Expected a number from 0 to {len(self) - 1}. Choose one.")
+        row = self._scored[target]
+        found = Answer.of_lists(row, content_of(row, self._columns), self.rows.count)
+        if found.whole:
+            return found
+        note = f"The run keeps {len(found.rows):,} of {self.rows.count:,} scores of this target."
+        return replace(found, note=note)

@@ -19,7 +19,7 @@ from hf_trak.cli.parser import DataArguments, ModelArguments, parse_yaml_and_arg
 from hf_trak.report import training_report
 from hf_trak.report.run import AttributionRun
 from hf_trak.viewer.page import facts_page
-from hf_trak.viewer.run_session import RunSession
+from hf_trak.viewer.session import RunSession
 
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3}
 INLINE = "learning_rate=1e-2,weight_decay=.1,lr_scheduler_type=cosine,warmup_steps=3"
