@@ -147,11 +147,7 @@ def tokenize_prompt_completion(
 
 
 def tokenize_prompt(
-    row: Mapping[str, Any],
-    tokenizer: Any,
-    chat: bool = False,
-    template: str | None = None,
-    text_column: str = "text",
+    row: Mapping[str, Any], tokenizer: Any, chat: bool = False, template: str | None = None, text_column: str = "text"
 ) -> list[int]:
     """Tokenize what a model is to answer: the messages of a row, its prompt, or its text.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from hf_trak.data.text_columns import ColumnsCollator, embedding_task, pair_task, signature_columns
+from hf_trak.data.text_columns import ColumnsCollator, embedding_task, pair_task, refuse, signature_columns
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput, ORPOModelOutput, RewardModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
@@ -103,11 +103,7 @@ def _grpo(trainer: Any, rows: Any) -> BatchedModelOutput:
 
 
 def _refuse(owner: Any, name: str, fine: bool, expected: str) -> None:
-    if not fine:
-        raise ValueError(
-            f"`{name}` of the {type(owner).__name__} is {getattr(owner, name)!r}. Expected {expected}, for which "
-            "there is a task. Pass `task=`, a function of your own (model_output, batch) -> (B,)."
-        )
+    refuse(owner, name, fine, expected, "Pass `task=`, a function of your own (model_output, batch) -> (B,).")
 
 
 class PreparingCollator(ColumnsCollator):

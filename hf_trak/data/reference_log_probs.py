@@ -128,8 +128,8 @@ def _log_probs(
 
     def sums(given: Mapping[str, Any]) -> torch.Tensor:
         args, kwargs = task.model_inputs(given)
-        log_probs, mask = task.token_log_probs(call_model(model, None, None, args, kwargs), given)
-        return torch.where(mask, log_probs, 0.0).sum(dim=-1)
+        found: torch.Tensor = task.sums(call_model(model, None, None, args, kwargs), given)
+        return found
 
     found = list(sums(batch).unbind(1)) if isinstance(task, DPOModelOutput) else [sums(batch)]
     if len(found) < len(names):

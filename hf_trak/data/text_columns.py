@@ -68,6 +68,8 @@ def trainer_collator(trainer: Any) -> Collator:
     return ColumnsCollator(trainer.data_collator, own)
 
 
+_OWN_TASK = "Pass `task=`, a task of your own (`BatchedModelOutput`)."
+
 _PACKAGE, _EMBEDDINGS, _PAIRS = "sentence_transformers", "SentenceTransformerTrainer", "CrossEncoderTrainer"
 
 _RANKING = (
@@ -92,6 +94,26 @@ _OF_BATCHES = (
 def is_trainer_of_texts(trainer: Any, name: str) -> bool:
     """Tell whether a trainer is that of a name in sentence-transformers, or derives from it."""
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == _PACKAGE for cls in type(trainer).__mro__)
+
+
+def refuse(owner: Any, name: str, fine: bool, expected: str, remedy: str) -> None:
+    """Refuse a setting of a trainer or its loss, unless it is fine.
+
+    Args:
+        owner: what has the setting.
+        name: name of its attribute.
+        fine: whether there is a task for it.
+        expected: what would be.
+        remedy: what to do.
+
+    Raises:
+        ValueError: it is not fine.
+    """
+    if not fine:
+        raise ValueError(
+            f"`{name}` of the {type(owner).__name__} is {getattr(owner, name)!r}. Expected {expected}, for which "
+            f"there is a task. {remedy}"
+        )
 
 
 def _name_of(loss: Any) -> str:
@@ -136,16 +158,10 @@ def embedding_task(trainer: Any) -> BatchedModelOutput | None:
 
 def _ranking(trainer: Any, loss: Any) -> BatchedModelOutput:
     similarity = _SIMILARITIES.get(getattr(loss.similarity_fct, "__name__", ""))
-    if similarity is None:
-        raise ValueError(
-            f"`similarity_fct` of the loss is {loss.similarity_fct!r}. Expected one of {list(_SIMILARITIES)}. Pass "
-            "`task=`, a task of your own (`BatchedModelOutput`)."
-        )
-    if getattr(loss, "hardness_mode", None) is not None and loss.hardness_strength > 0:
-        raise ValueError(
-            f"`hardness_mode` of the loss is {loss.hardness_mode!r}. Expected None, for which there is a task. Pass "
-            "`task=EmbeddingPairsModelOutput(...)`, which weighs all negatives alike."
-        )
+    refuse(loss, "similarity_fct", similarity is not None, f"one of {list(_SIMILARITIES)}", _OWN_TASK)
+    alike = getattr(loss, "hardness_mode", None) is None or loss.hardness_strength <= 0
+    remedy = "Pass `task=EmbeddingPairsModelOutput(...)`, which weighs all negatives alike."
+    refuse(loss, "hardness_mode", alike, "None", remedy)
     processes = trainer.args.world_size if getattr(loss, "gather_across_devices", False) else 1
     return EmbeddingPairsModelOutput(
         scale=float(loss.scale),
@@ -158,12 +174,8 @@ def _ranking(trainer: Any, loss: Any) -> BatchedModelOutput:
 
 def _of_rows(loss: Any, name: str) -> BatchedModelOutput:
     if name == "CosineSimilarityLoss":
-        parts = (type(loss.loss_fct).__name__, type(loss.cos_score_transformation).__name__)
-        if parts != ("MSELoss", "Identity"):
-            raise ValueError(
-                f"`loss_fct` and `cos_score_transformation` of the loss are {parts}. Expected ('MSELoss', "
-                "'Identity'). Pass `task=`, a task of your own (`BatchedModelOutput`)."
-            )
+        for setting, plain in (("loss_fct", "MSELoss"), ("cos_score_transformation", "Identity")):
+            refuse(loss, setting, type(getattr(loss, setting)).__name__ == plain, f"{plain}()", _OWN_TASK)
         return EmbeddingLossModelOutput("cosine_similarity")
     settings = loss.get_config_dict()
     metric = str(settings["distance_metric"]).rpartition(".")[2].lower()

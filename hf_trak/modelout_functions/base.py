@@ -92,9 +92,7 @@ class AbstractModelOutput(ABC):
     """
 
     @abstractmethod
-    def get_output(
-        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
-    ) -> Tensor:
+    def get_output(self, model: torch.nn.Module, weights: Tensors, buffers: Tensors, *sample: Tensor) -> Tensor:
         """Compute f(z; θ) of one sample.
 
         Args:
@@ -112,9 +110,7 @@ class AbstractModelOutput(ABC):
         """
 
     @abstractmethod
-    def get_out_to_loss_grad(
-        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
-    ) -> Tensor:
+    def get_out_to_loss_grad(self, model: torch.nn.Module, weights: Tensors, buffers: Tensors, batch: Any) -> Tensor:
         """Compute q of every sample of a batch.
 
         Args:
@@ -238,15 +234,11 @@ class BatchedModelOutput(AbstractModelOutput):
             ValueError: the batch cannot be attributed under this task (for example, a label that is not a class).
         """
 
-    def get_output(
-        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *sample: Tensor
-    ) -> Tensor:
+    def get_output(self, model: torch.nn.Module, weights: Tensors, buffers: Tensors, *sample: Tensor) -> Tensor:
         batch = tuple(tensor.unsqueeze(0) for tensor in sample)
         return self.output(call_model(model, weights, buffers, *self.model_inputs(batch)), batch).squeeze(0)
 
-    def get_out_to_loss_grad(
-        self, model: torch.nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
-    ) -> Tensor:
+    def get_out_to_loss_grad(self, model: torch.nn.Module, weights: Tensors, buffers: Tensors, batch: Any) -> Tensor:
         with torch.no_grad():
             return self.out_to_loss_grad(call_model(model, weights, buffers, *self.model_inputs(batch)), batch)
 

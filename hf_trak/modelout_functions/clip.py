@@ -302,8 +302,8 @@ class CLIPModelOutput(BatchedModelOutput):
     def get_output(
         self: "CLIPModelOutput | type[CLIPModelOutput]",
         model: torch.nn.Module,
-        weights: Mapping[str, Tensor] | None,
-        buffers: Mapping[str, Tensor] | None,
+        weights: Tensors | None,
+        buffers: Tensors | None,
         image: Tensor,
         label: Tensor,
     ) -> Tensor:

@@ -108,6 +108,16 @@ class CompletionModelOutput(BatchedModelOutput):
         needed = (mask if wanted is None else wanted).reshape(flat.shape)
         return _log_probs(logits, flat, needed, temperature).reshape(*tokens.shape[:-1], -1), mask[..., 1:]
 
+    def sums(self, model_output: Any, batch: Batch) -> Tensor:
+        """Compute the log-probability of every completion, `(B,)` or `(B, 2)`, differentiable.
+
+        Args:
+            model_output: what the model returned.
+            batch: the batch.
+        """
+        log_probs, mask = self.token_log_probs(model_output, batch)
+        return torch.where(mask, log_probs, 0.0).sum(dim=-1)
+
     def check_completions(self, batch: Batch) -> None:
         """Refuse samples with an empty completion, whose log-probability is 0 for every model.
 

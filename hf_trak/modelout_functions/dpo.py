@@ -64,8 +64,7 @@ class DPOModelOutput(LikelihoodPairs):
         return self.loss_type in ("sigmoid", "sigmoid_norm")
 
     def margin(self, model_output: Any, batch: Batch, side: Side) -> Tensor:
-        log_probs, mask = self.token_log_probs(model_output, batch)
-        sums = torch.where(mask, log_probs, 0.0).sum(dim=2)
+        sums = self.sums(model_output, batch)
         if side == "train" or all(name in as_named(batch) for name in REFERENCES):
             references = [column_of(batch, name, sums[:, 0], REFERENCE_REMEDY) for name in REFERENCES]
             sums = sums - torch.stack(references, dim=1)

@@ -135,7 +135,7 @@ class KTOModelOutput(CompletionModelOutput):
                     )
                 its = [name for name in entries if name.startswith(KL_PREFIX)]
                 others = {name.removeprefix(KL_PREFIX): entries[name] for name in its}
-                sums = self._sums(call_model(model, None, None, *self.model_inputs(others)), others)
+                sums = self.sums(call_model(model, None, None, *self.model_inputs(others)), others)
                 ratios.append(sums - column_of(batch, KL_REFERENCE, sums, REFERENCE_REMEDY))
         self._estimated = torch.cat(ratios).mean().clamp(min=0).double().cpu()
 
@@ -153,7 +153,7 @@ class KTOModelOutput(CompletionModelOutput):
         self.bind(model)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
-        sums = self._sums(model_output, batch)
+        sums = self.sums(model_output, batch)
         if side == "train" or REFERENCE in as_named(batch):
             sums = sums - column_of(batch, REFERENCE, sums, REFERENCE_REMEDY)
         return self.beta * self._signs(batch, sums) * sums
@@ -172,10 +172,6 @@ class KTOModelOutput(CompletionModelOutput):
         """Compute the loss of every answer, differentiable, shape `(B,)`."""
         shifted, weights = self._shifted(self.output(model_output, batch), batch)
         return weights * torch.sigmoid(-shifted)
-
-    def _sums(self, model_output: Any, batch: Batch) -> Tensor:
-        log_probs, mask = self.token_log_probs(model_output, batch)
-        return torch.where(mask, log_probs, 0.0).sum(dim=1)
 
     def _signs(self, batch: Batch, like: Tensor) -> Tensor:
         labels = column_of(batch, "label", like, "It is true for desirable answers, and false for others.")

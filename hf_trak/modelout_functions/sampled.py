@@ -36,7 +36,7 @@ def with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         A new batch with the tensors of the given one.
 
     Raises:
-        ValueError: the batch has such a column already; there is not one number per sample; a number is negative.
+        ValueError: the batch has such a column already; there is not one number per sample.
     """
     if isinstance(batch, Mapping) and ROW_COLUMN in batch:
         raise ValueError(
@@ -48,8 +48,6 @@ def with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     if first is None or first.shape[0] != len(rows):
         size = "no tensor with samples" if first is None else f"{first.shape[0]} sample(s)"
         raise ValueError(f"The batch has {size}, but {len(rows)} row number(s) are given. Expected one per sample.")
-    if len(rows) and min(rows) < 0:
-        raise ValueError(f"The row number {min(rows)} is negative. Expected the places of the rows in the dataset.")
     column = torch.tensor(list(rows), dtype=torch.int64, device=first.device)
     return {**dict(batch.items()), ROW_COLUMN: column} if isinstance(batch, Mapping) else (*items, column)
 

@@ -86,11 +86,7 @@ class LastResult:
             features (`FeaturizedModel`): the model that computed it.
         """
         return AttributionRun.collect(
-            features,
-            self.scored,
-            self.question.rows,
-            distributions=self.counted(),
-            facts=self.facts(features),
+            features, self.scored, self.question.rows, distributions=self.counted(), facts=self.facts(features)
         )
 
 

@@ -11,7 +11,6 @@ opened again by its path in another process, thus misses its file, and never get
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import secrets
@@ -25,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import safetensors.torch
-import xxhash
 from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -34,8 +32,15 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
-from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, read_json, remove_stale
-from hf_trak.store.sealed import CHECKSUM_KEY, VERSION_KEY, check_seal, content_digest
+from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
+from hf_trak.store.sealed import (
+    CHECKSUM_KEY,
+    SEALED_VERSION,
+    VERSION_KEY,
+    content_digest,
+    file_digest,
+    read_sealed,
+)
 from hf_trak.store.shards import Finding
 
 RUN = "run"
@@ -47,8 +52,6 @@ STATISTICS = "statistics.safetensors"
 TRAIN_ROWS = "train_rows"
 
 SELF_INFLUENCE = "self_influence"
-
-_FORMAT_VERSION = 1
 
 _FILE = re.compile(rf"(scored|train)/[A-Za-z0-9][A-Za-z0-9_.-]*|{re.escape(STATISTICS)}")
 
@@ -101,7 +104,7 @@ class RunRecord:
         Raises:
             StoreError: the file would be larger than the largest that is read.
         """
-        content = {VERSION_KEY: _FORMAT_VERSION, "save": self.save, "files": self.files, "facts": self.facts}
+        content = {VERSION_KEY: SEALED_VERSION, "save": self.save, "files": self.files, "facts": self.facts}
         text = json.dumps({CHECKSUM_KEY: content_digest(content), **content}, indent=2) + "\n"
         if len(text) > _MOST_BYTES:
             raise StoreError(
@@ -168,7 +171,7 @@ def read_record(directory: Path) -> RunRecord:
                 time.sleep(_PAUSE)  # a system that cannot exchange directories has neither run for an instant
             if (size := path.stat().st_size) > _MOST_BYTES:
                 raise StoreError(f"{path} has {size:,} bytes. Expected at most {_MOST_BYTES:,}. {_REMEDY}")
-            content = read_json(path)
+            content = read_sealed(path, _REMEDY)
     except IncompleteStoreError as error:
         if _is_being_saved(directory):
             raise IncompleteStoreError(
@@ -176,16 +179,9 @@ def read_record(directory: Path) -> RunRecord:
                 "in progress elsewhere. Expected a complete run. Attribute again."
             ) from error
         raise
-    version = content.get(VERSION_KEY)
-    if type(version) is not int or version != _FORMAT_VERSION:
-        raise StoreError(
-            f"{path} has format version {version!r}; this version of hf_trak reads {_FORMAT_VERSION}: attribute again."
-        )
-    check_seal(content, path, _REMEDY)
     save, facts, files = (content.get(name) for name in ("save", "facts", "files"))
     if not (
-        CHECKSUM_KEY in content
-        and isinstance(save, str)
+        isinstance(save, str)
         and isinstance(facts, dict)
         and isinstance(files, dict)
         and all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items())
@@ -310,9 +306,7 @@ def _is_measure(entry: object) -> bool:
 
 def _measured(path: Path) -> tuple[int, str]:
     """Measure the size in bytes and the xxh3-128 digest of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        return file.tell(), digest
+    return path.stat().st_size, file_digest(path)
 
 
 def _check_file(path: Path, expected: tuple[int, str]) -> None:

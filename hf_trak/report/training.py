@@ -19,13 +19,7 @@ from torch.nn.functional import normalize
 
 from hf_trak.data.rows import batch_rows
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
-from hf_trak.evaluation.review import (
-    class_column,
-    doubted_labels,
-    outputs_without,
-    repeated_rows,
-    without_effect,
-)
+from hf_trak.evaluation.review import class_column, doubted_labels, outputs_without, repeated_rows, without_effect
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named

@@ -37,12 +37,7 @@ Found = list[tuple[int, float]]
 """Numbers of training rows with a score, best first."""
 
 
-def with_words(
-    features: FeaturizedModel,
-    scored: Dataset,
-    count: int = 5,
-    verify: bool = False,
-) -> Dataset:
+def with_words(features: FeaturizedModel, scored: Dataset, count: int = 5, verify: bool = False) -> Dataset:
     """Add what words alone find for targets of a language model, and what training steps say of all rows found.
 
     Args:

@@ -489,7 +489,6 @@ def test_row_numbers_join_a_batch():
     [
         (lambda: with_rows({"x": torch.zeros(2)}, [1]), ValueError, "2 sample.s., but 1 row"),
         (lambda: with_rows({"x": 3}, [1]), ValueError, "no tensor"),
-        (lambda: with_rows((torch.zeros(1),), [-1]), ValueError, "-1 is negative"),
         (lambda: with_rows({"x": torch.zeros(1), ROW_COLUMN: 1}, [0]), ValueError, "of its own"),
         (lambda: SampledLikelihood(CLIPModelOutput(), 0), TypeError, "CLIPModelOutput.*empirical"),
         (lambda: SampledLikelihood(FunctionModelOutput(max), 0), TypeError, "FunctionModelOutput.*sampled_log_lik"),
