@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hf_trak.scores.scored_dataset import ScoreBlock
 
@@ -48,10 +47,6 @@ class ScoreDistributions:
     def select(self, targets: Sequence[int]) -> "ScoreDistributions":
         """Take the distributions of some targets."""
         return ScoreDistributions(**{name: value[list(targets)] for name, value in vars(self).items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields as tensors, by name."""
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in vars(self).items()}
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[ScoreBlock], low: np.ndarray, high: np.ndarray) -> "ScoreDistributions":

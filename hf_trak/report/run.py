@@ -29,6 +29,7 @@ from hf_trak.errors import StoreError
 from hf_trak.report.content import as_row, raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_record import (
+    RUN,
     SELF_INFLUENCE,
     TRAIN_ROWS,
     SavedParts,
@@ -381,17 +382,18 @@ class AttributionRun:
         if rows is None and train is not None and not every_train_row:
             rows = self._named_rows()
             train = train.select(rows) if isinstance(train, Dataset) else [train[int(i)] for i in rows]
-        tensors = {} if rows is None else {TRAIN_ROWS: torch.from_numpy(np.ascontiguousarray(rows))}
+        given = {} if rows is None else {TRAIN_ROWS: rows}
         if self.self_influence is not None:
-            tensors[SELF_INFLUENCE] = torch.from_numpy(np.ascontiguousarray(self.self_influence))
+            given[SELF_INFLUENCE] = self.self_influence
         if self.distributions is not None:
-            tensors |= self.distributions.tensors()
+            given |= vars(self.distributions)
+        tensors = {name: np.ascontiguousarray(value) for name, value in given.items()}
         kept = None if train is None else as_dataset(train)
         facts = plain_facts({TRAIN_ROWS: self.n_train, **self.facts})
-        arrays = {name: value.numpy() for name, value in tensors.items()}
-        if found := parts_problem(SavedParts(scored, kept, arrays, facts, directory)):
+        parts = SavedParts(scored, kept, tensors, facts, directory / RUN)
+        if found := parts_problem(parts):
             raise ValueError(f"The run cannot be saved: {found[1]}. Expected the parts of one attribution.")
-        write_run(directory, scored, kept, tensors, facts)
+        write_run(parts)
         return directory
 
     @classmethod

@@ -23,11 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import safetensors.torch
+import safetensors.numpy
 from datasets import Dataset
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
-from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
@@ -224,31 +222,25 @@ def read_run(directory: Path, with_train: bool, use: Callable[[SavedParts], T]) 
     )
 
 
-def write_run(
-    directory: Path, scored: Dataset, train: Dataset | None, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
-) -> None:
-    """Save the parts of a run, and put them in the place of the run that is there, if there is one.
+def write_run(parts: SavedParts) -> None:
+    """Save the parts of a run in `parts.root`, and put them in the place of the run that is there, if there is one.
 
     Args:
-        directory: where `run/` is made; created if it does not exist.
-        scored: the targets with their scores.
-        train: the training rows, or `None`.
-        tensors: the content of `statistics.safetensors`.
-        facts: the facts, plain JSON.
+        parts: the parts. Their facts are plain JSON.
 
     Raises:
         StoreError: a file cannot be written, or a row refers to a file that cannot be read.
     """
     save = secrets.token_hex(8)
-    with atomic_directory(directory / RUN) as written:
-        for name, dataset in (("scored", scored), ("train", train)):
+    with atomic_directory(parts.root) as written:
+        for name, dataset in (("scored", parts.scored), ("train", parts.train)):
             if dataset is not None:
                 _write_dataset(dataset, written / name, save)
-        (written / STATISTICS).write_bytes(safetensors.torch.save(dict(tensors)))
+        (written / STATISTICS).write_bytes(safetensors.numpy.save(parts.tensors))
         paths = sorted(path for path in written.rglob("*") if path.is_file())
         files = {path.relative_to(written).as_posix(): _measured(path) for path in paths}
-        (written / RECORD).write_bytes(RunRecord(save, dict(facts), files).content())
-    remove_stale(directory)
+        (written / RECORD).write_bytes(RunRecord(save, parts.facts, files).content())
+    remove_stale(parts.root.parent)
 
 
 def verify_run(directory: str | Path) -> Iterator[Finding]:
@@ -353,7 +345,7 @@ def _parts(root: Path, record: RunRecord, with_train: bool) -> SavedParts:
     if with_train and any(name.startswith("train/") for name in record.files):
         train = _dataset(root / "train", record)
     with _readable(root / STATISTICS, _DAMAGED):
-        tensors = load_file(root / STATISTICS)
+        tensors = safetensors.numpy.load_file(root / STATISTICS)
     return SavedParts(_dataset(root / "scored", record), train, tensors, record.facts, root)
 
 

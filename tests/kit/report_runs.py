@@ -16,7 +16,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Value, disable_progress_bars
 
 from hf_trak.report import AttributionRun, ScoreDistributions
-from hf_trak.report.run_record import write_run
+from hf_trak.report.run_record import SavedParts, write_run
 
 N_TRAIN, N_TARGETS, TOP_K = 40, 3, 4
 
@@ -83,10 +83,9 @@ def save_unchecked(run: AttributionRun, directory: Path, **changes: Any) -> None
         changes: other values of tensors, by name; `None` leaves a tensor out.
     """
     rows = np.array(sorted(_values(run.facts["number"])["train"]), dtype=np.int64)
-    tensors = {"train_rows": torch.from_numpy(rows), "self_influence": torch.from_numpy(run.self_influence)}
-    tensors |= {**run.distributions.tensors(), **changes}
-    kept = {name: value.contiguous() for name, value in tensors.items() if value is not None}
-    write_run(directory, run.scored, run.train.select(rows), kept, run.facts)
+    tensors = {"train_rows": rows, "self_influence": run.self_influence, **vars(run.distributions), **changes}
+    kept = {name: np.ascontiguousarray(value) for name, value in tensors.items() if value is not None}
+    write_run(SavedParts(run.scored, run.train.select(rows), kept, run.facts, directory / "run"))
 
 
 # -- killed saves ----------------------------------------------------------------------------------------------------
