@@ -25,7 +25,7 @@ from hf_trak.data.model_inputs import check_rows, stored_columns
 from hf_trak.identity.collation import Collate, drawn_at_random, probe_rows
 from hf_trak.identity.row_digest import fingerprint_dataset as fingerprint_dataset
 from hf_trak.identity.row_digest import update_digest as update_digest
-from hf_trak.modelout_functions.base import as_batch
+from hf_trak.modelout_functions.base import Collator, WrappingCollator, as_batch
 from hf_trak.store.sealed import content_digest
 
 _SEQUENCES = ("input_ids", "input_values", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
@@ -60,9 +60,6 @@ def row_lengths(dataset: Any, rows: range) -> Sequence[int] | None:
 
 
 logger = logging.getLogger(__name__)
-
-
-Collator = Callable[[list[Any]], Any]
 
 
 def row_count(dataset: Any, name: str) -> int:
@@ -414,21 +411,10 @@ def batch_rows(start: int, stop: int, batch_size: int) -> Iterator[range]:
         yield range(first, min(first + batch_size, stop))
 
 
-class LoaderCollator:
+class LoaderCollator(WrappingCollator):
     """The collator of a `DataLoader`, which gets rows with all their columns, as the loader gives them."""
 
     every_column = True
-
-    def __init__(self, collator: Collator) -> None:
-        """
-        Args:
-            collator: the `collate_fn`.
-        """
-        self.collator = collator
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows into a batch."""
-        return self.collator(rows)
 
 
 def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | None) -> tuple[Any, Collator]:

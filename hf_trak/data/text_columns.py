@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from hf_trak.data.rows import Collator, forward_columns
-from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.data.rows import forward_columns
+from hf_trak.modelout_functions.base import BatchedModelOutput, Collator, WrappingCollator
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
 from hf_trak.modelout_functions.embeddings import EmbeddingLossModelOutput
 from hf_trak.modelout_functions.text_pairs import TextPairsModelOutput
@@ -19,7 +19,7 @@ from hf_trak.modelout_functions.tokens import ROLE_MASKS
 from hf_trak.runtime.progress import no_progress_bars
 
 
-class ColumnsCollator:
+class ColumnsCollator(WrappingCollator):
     """A data collator with the names of the dataset columns that it needs, whatever the model's `forward` takes."""
 
     decides_labels = True
@@ -31,12 +31,8 @@ class ColumnsCollator:
             collator: the data collator.
             columns: names of columns.
         """
-        self.collator = collator
+        super().__init__(collator)
         self.columns = columns
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows into a batch."""
-        return self.collator(rows)
 
 
 def signature_columns(trainer: Any) -> tuple[str, ...]:

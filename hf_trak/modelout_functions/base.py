@@ -13,7 +13,6 @@ Two forms of the same thing:
 """
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -28,6 +27,25 @@ Batch = Mapping[str, Any] | Sequence[Tensor]
 
 """A Hugging Face batch (names to tensors), or a plain sequence of tensors as in the `trak` API; the batch dimension
 comes first in both."""
+
+
+Collator = Callable[[list[Any]], Any]
+"""A function that makes a batch of rows."""
+
+
+class WrappingCollator:
+    """A data collator around another one, which finds its own attributes, and those of the one inside (`collator`)."""
+
+    def __init__(self, collator: Collator) -> None:
+        """
+        Args:
+            collator: the inner collator.
+        """
+        self.collator = collator
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows into a batch."""
+        return self.collator(rows)
 
 
 STACKED = "stacked"
@@ -62,27 +80,6 @@ def checked_choice(value: Choice, name: str, choices: Any) -> Choice:
     if value not in get_args(choices):
         raise ValueError(f"`{name}` is {value!r}. Expected one of {list(get_args(choices))}.")
     return value
-
-
-def checked_positive(value: float, name: str, remedy: str = "") -> float:
-    """Return an argument that has to be positive and finite.
-
-    Args:
-        value (`float`):
-            The argument.
-        name (`str`):
-            Its name, for the error message.
-        remedy (`str`, *optional*, defaults to `""`):
-            A sentence about what to do, added to the error message.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(
-            " ".join(filter(None, [f"`{name}` is {value!r}. Expected a positive finite number.", remedy]))
-        )
-    return float(value)
 
 
 class AbstractModelOutput(ABC):
@@ -130,7 +127,7 @@ class AbstractModelOutput(ABC):
     batch_columns: Sequence[str] = ()
     """Dataset columns that the task reads although no model takes them, kept beside those that `Trainer` keeps."""
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         """Wrap a data collator so that it also carries [`batch_columns`] into the batch."""
         return collator
 
@@ -259,7 +256,7 @@ class WrappingModelOutput(BatchedModelOutput):
         """Tell whether the inner task takes rows alone, see [`BatchedModelOutput`]."""
         return self._task.row_by_row
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         return self._task.collator(collator)
 
     def bind(self, model: torch.nn.Module) -> None:

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
-from hf_trak.modelout_functions.base import (
-    Batch,
-    BatchedModelOutput,
-    Side,
-    Tensors,
-    call_model,
-    checked_choice,
-    checked_positive,
-)
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model, checked_choice
 from hf_trak.modelout_functions.batches import (
     LABEL_NAMES,
     as_sequence,
@@ -30,6 +22,7 @@ from hf_trak.modelout_functions.batches import (
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import error_probability, log_likelihood, margin
 from hf_trak.modelout_functions.tokens import IGNORED
+from hf_trak.runtime.checks import checked_positive
 
 
 class ClassificationModelOutput(BatchedModelOutput):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import HfTrakError
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model, checked_positive
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, Tensors, call_model
 from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, evaluating
-from hf_trak.runtime.checks import check_finite_rows, checked_int
+from hf_trak.runtime.checks import check_finite_rows, checked_int, checked_positive
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 

@@ -24,13 +24,13 @@ the K noised copies of each row next to each other, `(B, K, …)`, and the model
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Collator, Side, WrappingCollator, checked_choice
 from hf_trak.runtime.checks import checked_int
 
 DiffusionFunction = Literal["loss", "square"]
@@ -79,7 +79,7 @@ class DiffusionModelOutput(BatchedModelOutput):
         """Name the column of images or latents, see [`AbstractModelOutput`]."""
         return (self.column,)
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         """Wrap a data collator so that it noises rows.
 
         Args:
@@ -162,16 +162,16 @@ class DiffusionModelOutput(BatchedModelOutput):
         return torch.ones(wanted.shape[0], device=wanted.device)
 
 
-class NoisingCollator:
+class NoisingCollator(WrappingCollator):
     """A data collator that adds noise to rows."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any], task: DiffusionModelOutput) -> None:
+    def __init__(self, collator: Collator, task: DiffusionModelOutput) -> None:
         """
         Args:
             collator: the inner collator.
             task: makes the noise, and names the column of images or latents.
         """
-        self.collator = collator
+        super().__init__(collator)
         self.task = task
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:

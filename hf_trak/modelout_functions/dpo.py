@@ -21,10 +21,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side, checked_choice, checked_positive
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
 from hf_trak.modelout_functions.batches import find_logits
 from hf_trak.modelout_functions.completions import COMPLETION_MASK, as_named, column_of
 from hf_trak.modelout_functions.pairs import REFERENCES, LikelihoodPairs, PairModelOutput
+from hf_trak.runtime.checks import checked_positive
 
 DPOLoss = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"]
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from hf_trak.modelout_functions.base import Batch, Side, checked_choice, checked_positive
+from hf_trak.modelout_functions.base import Batch, Side, checked_choice
 from hf_trak.modelout_functions.batches import evaluating, looked_at
 from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, text_digests
-from hf_trak.runtime.checks import check_finite_rows, checked_int
+from hf_trak.runtime.checks import check_finite_rows, checked_int, checked_positive
 from hf_trak.weights.watch import WeightsStamp, model_tensors
 
 DEFAULT_SIMULATED_BATCH_SIZE = 300

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad, pairwise_distance, relu
 
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, checked_choice
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Collator, Side, WrappingCollator, checked_choice
 from hf_trak.modelout_functions.batches import LABEL_NAMES, mapping_of
 from hf_trak.modelout_functions.completions import check_finite
 
@@ -26,18 +26,10 @@ _PROMPT = "prompt_length"
 """Number of tokens of a prompt, which some pooling modules leave out."""
 
 
-class TextsCollator:
+class TextsCollator(WrappingCollator):
     """A data collator that lays the texts of every row beside each other, `(B, C, T)`."""
 
     every_column = True
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        """
-        Args:
-            collator: the inner collator, which makes `<column>_input_ids` and what belongs to it of every column of
-                texts, as that of a `SentenceTransformerTrainer`.
-        """
-        self.collator = collator
 
     def __call__(self, rows: list[Any]) -> Any:
         """Collate rows into a batch.
@@ -130,7 +122,7 @@ def _model_behind(collator: Any) -> Any:
 class EmbeddingModelOutput(BatchedModelOutput):
     """Base class of tasks whose samples are rows of texts, and whose f is a function of their embeddings."""
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         return collator if isinstance(collator, TextsCollator) else TextsCollator(collator)
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

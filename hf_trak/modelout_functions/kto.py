@@ -12,14 +12,14 @@ is the same for all rows: that mean over a sample of rows, under the weights of 
 `loss_type="apo_zero_unpaired"` (APO, arXiv 2408.06266) is the same with z₀ = 0.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hf_trak.modelout_functions.base import Batch, Side, call_model, checked_choice, checked_positive
+from hf_trak.modelout_functions.base import Batch, Collator, Side, call_model, checked_choice
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
@@ -29,7 +29,7 @@ from hf_trak.modelout_functions.completions import (
 )
 from hf_trak.modelout_functions.dpo import REFERENCE_REMEDY
 from hf_trak.modelout_functions.pairs import is_default, padded_completions, padding_token
-from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.checks import checked_int, checked_positive
 
 KTOLoss = Literal["kto", "apo_zero_unpaired"]
 
@@ -97,7 +97,7 @@ class KTOModelOutput(CompletionModelOutput):
         self.kl_rows = checked_int(kl_rows, "kl_rows", 1)
         self._estimated: Tensor | None = None
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         return partial(_padded_rows, fill=padding_token(collator)) if is_default(collator) else collator
 
     def terms(self, batch: Batch) -> Tensor | None:

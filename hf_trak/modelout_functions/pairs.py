@@ -5,7 +5,7 @@ Collators of trainers lay the B chosen answers of a batch above the B rejected o
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithPadding, default_data_collator
 
-from hf_trak.modelout_functions.base import Batch, Side
+from hf_trak.modelout_functions.base import Batch, Collator, Side, WrappingCollator
 from hf_trak.modelout_functions.completions import COMPLETION_MASK, CompletionModelOutput, check_finite, images_once
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.tokens import IGNORED
@@ -29,15 +29,8 @@ SEQUENCE_COLUMNS = tuple(
 """Columns of rows with whole sequences, as ORPO's trainer makes them."""
 
 
-class PairCollator:
+class PairCollator(WrappingCollator):
     """A data collator that makes batches `(B, 2, T)` of pairs, whatever the inner one makes of them."""
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        """
-        Args:
-            collator: the inner collator, of a trainer of preferences.
-        """
-        self.collator = collator
 
     def __call__(self, rows: list[Any]) -> Any:
         """Collate rows into a batch.
@@ -152,7 +145,7 @@ class PairModelOutput(CompletionModelOutput):
     through_loss: bool = False
     """Whether the train side is minus the loss itself."""
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         if is_default(collator):
             return partial(_padded_pairs, fill=padding_token(collator))
         return PairCollator(collator)

@@ -19,7 +19,7 @@ with k_t from Schulman, "Approximating KL divergence" (2020). The train side is 
 and the target side Σ_t w_t log π(y_t): which rollouts made the policy write this.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_trak.modelout_functions.base import Batch, Side, checked_choice, checked_positive
+from hf_trak.modelout_functions.base import Batch, Collator, Side, WrappingCollator, checked_choice
 from hf_trak.modelout_functions.completions import (
     COMPLETION_MASK,
     CompletionModelOutput,
@@ -36,6 +36,7 @@ from hf_trak.modelout_functions.completions import (
     column_of,
 )
 from hf_trak.modelout_functions.pairs import is_default, padded_completions, padding_token
+from hf_trak.runtime.checks import checked_positive
 
 TokenWeights = Literal["sum", "mean"]
 
@@ -43,19 +44,12 @@ ADVANTAGE, OLD, REFERENCE = "advantage", "old_logps", "ref_logps"
 _PER_TOKEN = (ADVANTAGE, OLD, REFERENCE)
 
 
-class RolloutCollator:
+class RolloutCollator(WrappingCollator):
     """Collate rollouts of a trainer.
 
     Trainers of policies collate prompts alone, so theirs is not called. It is only asked for its padding token, and to
     make tokens of rows, if it has a method `ready(rows)`.
     """
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        """
-        Args:
-            collator: a collator of the trainer.
-        """
-        self.collator = collator
 
     def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
         """Collate rows into a batch.
@@ -133,7 +127,7 @@ class PolicyModelOutput(CompletionModelOutput):
         self.aggregation = checked_choice(aggregation, "aggregation", TokenWeights)
         self.temperature = checked_positive(temperature, "temperature")
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         if is_default(collator):
             return partial(_padded_rollouts, fill=padding_token(collator))
         return RolloutCollator(collator)

@@ -1,6 +1,6 @@
 """`TokenModelOutput`: labels beside input tokens, for `causal_lm`, `masked_lm` and `token_classification`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DataCollatorWithPadding
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
-from hf_trak.modelout_functions.base import Batch
+from hf_trak.modelout_functions.base import Batch, Collator, WrappingCollator
 from hf_trak.modelout_functions.batches import find_logits, takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import sliced_margin
@@ -26,17 +26,17 @@ from hf_trak.modelout_functions.tokens import (
 )
 
 
-class TokenColumnsCollator:
+class TokenColumnsCollator(WrappingCollator):
     """A data collator that also carries [`tokens.TOKEN_COLUMNS`], and `labels` where the inner one cannot."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any], beside: str) -> None:
+    def __init__(self, collator: Collator, beside: str) -> None:
         """
         Args:
             collator: the inner collator.
             beside: the column whose entries the others are aligned with: `input_ids`, or `labels` for
                 sequence-to-sequence models.
         """
-        self.collator = collator
+        super().__init__(collator)
         self.beside = beside
 
     def __call__(self, rows: list[Any]) -> Any:
@@ -123,7 +123,7 @@ class TokenModelOutput(AggregatedModelOutput):
     _positions: bool = False
     _prepended: int = 0
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         return TokenColumnsCollator(collator, self.beside)
 
     def bind(self, model: torch.nn.Module) -> None:

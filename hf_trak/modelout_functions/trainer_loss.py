@@ -29,7 +29,7 @@ from hf_trak.modelout_functions.answered_calls import (
     divided,
     leaf,
 )
-from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side, joined
+from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Collator, Side, joined
 from hf_trak.modelout_functions.batches import mapping_of, size_of, takes_positions, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
@@ -106,7 +106,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """Name the columns of the inner task, see [`AbstractModelOutput`]."""
         return () if self._task is None else self._task.batch_columns
 
-    def collator(self, collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collator(self, collator: Collator) -> Collator:
         return collator if self._task is None else self._task.collator(collator)
 
     def bind(self, model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Checks of integer arguments: one rule for the whole library of what counts as an integer.
+"""Checks of numbers given as arguments: one rule for the whole library of what counts as an integer.
 
 Python's `int` and anything that converts to it without loss (NumPy's integers, integer tensors of one element) do;
 `bool` does not, since `True` for a count is a mistake, and neither does a float with an integral value.
@@ -95,6 +95,25 @@ def _range_text(minimum: int | None, maximum: int | None) -> str:
     if minimum is not None:
         return f" of at least {minimum}"
     return "" if maximum is None else f" of at most {maximum}"
+
+
+def checked_positive(value: float, name: str, remedy: str = "") -> float:
+    """Return an argument that has to be positive and finite.
+
+    Args:
+        value (`float`):
+            The argument.
+        name (`str`):
+            Its name, for the error message.
+        remedy (`str`, *optional*, defaults to `""`):
+            A sentence about what to do, added to the error message.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` is {value!r}. Expected a positive finite number. {remedy}".rstrip())
+    return float(value)
 
 
 def required(name: str, message: str) -> Any:
