@@ -82,10 +82,9 @@ def said_in(text: str, row: Mapping[str, Any]) -> list[Range]:
     turns = row.get("messages")
     if turns is None:
         before, after = row.get("prompt") or "", row["completion"]
-        before = (
-            [{"content": before}] if isinstance(before, str) else [{"content": turn["content"]} for turn in before]
-        )
-        turns = [*before, *([{"role": "assistant", "content": after}] if isinstance(after, str) else after)]
+        prompt = [before] if isinstance(before, str) else [turn["content"] for turn in before]
+        answer = [{"role": "assistant", "content": after}] if isinstance(after, str) else after
+        turns = [*({"content": content} for content in prompt), *answer]
     found, cursor = list[Range](), 0
     for turn in turns:
         content = turn["content"].strip() if isinstance(turn["content"], str) else ""

@@ -82,21 +82,18 @@ def with_words(features: FeaturizedModel, scored: Dataset, count: int = 5, verif
     ]
     steps = _verified(features, scored, names) if verify else [None] * len(said)
     shown = read(sorted({row for rows in names for row in rows}))
-    columns = []
-    for place, (text, start, stop) in enumerate(said):
-        of_steps = steps[place]
-        columns.append(
-            {
-                "said": text,
-                "start": start,
-                "stop": stop,
-                "same": [_entry(row, run.count, shown[row], run) for row, run in same[place]],
-                "bm25": [_entry(row, score, shown[row]) for row, score in bm25[place]],
-                "verified": None
-                if of_steps is None
-                else [{**_entry(row, score, shown[row]), "effect": effect} for row, score, effect in of_steps],
-            }
-        )
+    columns = [
+        {
+            "said": text,
+            "start": start,
+            "stop": stop,
+            "same": [_entry(row, run.count, shown[row], run) for row, run in shared],
+            "bm25": [_entry(row, score, shown[row]) for row, score in ranked],
+            "verified": of_steps
+            and [{**_entry(row, score, shown[row]), "effect": effect} for row, score, effect in of_steps],
+        }
+        for (text, start, stop), shared, ranked, of_steps in zip(said, same, bm25, steps, strict=True)
+    ]
     return scored.add_column(WORDS_COLUMN, columns)
 
 

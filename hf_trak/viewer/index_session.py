@@ -2,8 +2,7 @@
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,12 +20,11 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurizer import StoredRows
 from hf_trak.featurize.reranking import row_source
 from hf_trak.identity.row_digest import fingerprint_dataset
-from hf_trak.methods import Rerank
+from hf_trak.methods import Index, Rerank
 from hf_trak.report.content import Columns, Content, content_of, stored
 from hf_trak.report.page import facts_shown
 from hf_trak.report.run import known_facts
 from hf_trak.scores.scored_dataset import without_rerank_columns
-from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.spans import Span
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.shards import ShardPlan
@@ -223,9 +221,7 @@ class IndexSession(Session):
 
     def _factors(self, model_id: int, lam: float | None) -> Callable[[Tensor], Tensor]:
         """Factorize XᵀX + λI of a checkpoint, and return the function that applies its inverse to `(m, k)` targets."""
-        model, args = self.features, self.features.args
-        given = (model.store, model.processes, model.device)
-        scorer = model.scorer if lam is None else Scorer(*given, lam, args.solver_kind, args.solver_rank)
+        scorer = self.features.scorer_with(lam)
         if scorer.solvers.choice(model_id).kind != "primal":
             return partial(scorer.solvers.solve, scorer.solvers.make(model_id))
         gram = scorer.gram(model_id)
@@ -263,22 +259,11 @@ class IndexSession(Session):
                 "Expected both. Fit one with `hf-trak curvature`, or choose the scores of the index."
             )
         count = min(int(question.rerank or 0), MOST_RERANKED, self.rows.count)
-        with self._ridge(question.lambda_relative):
-            scored = self.attributor.attribute(rows, count, method=Rerank(count), checkpoints=list(ids))
+        method = Rerank(count, index=Index(lambda_relative=question.lambda_relative))
+        scored = self.attributor.attribute(rows, count, method=method, checkpoints=list(ids))
         found = Answer.of_lists(scored.with_format(None)[0], target, self.rows.count)
         note = f"{len(found.rows):,} rows of the shortlist have exact scores; no other row has one."
         return replace(found, whole=False, note=note)
-
-    @contextmanager
-    def _ridge(self, lam: float | None) -> Iterator[None]:
-        """Let the attributor use another λ for a while."""
-        args = self.features.args
-        if lam is not None:
-            self.features.args = replace(args, lambda_relative=lam)
-        try:
-            yield
-        finally:
-            self.features.args = args
 
     def _has_curvature(self) -> bool:
         """Tell whether a curvature is fitted under every checkpoint, so that reranking need not fit one."""
