@@ -84,7 +84,18 @@ _OF_BATCHES = (
     "BatchSemiHardTripletLoss", "BatchHardSoftMarginTripletLoss", "MegaBatchMarginLoss",
 )  # fmt: skip
 
-"""Losses that compare the rows of a batch with each other, so that a row has none of its own."""
+_OF_LISTS = ("LambdaLoss", "ListMLELoss", "ListNetLoss", "PListMLELoss", "RankNetLoss", "ADRMSELoss")
+
+_PAIRS_OF_BATCHES = ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss")
+
+_ALONE = "so that a row has no loss of its own"
+
+_WHY = {
+    **dict.fromkeys(_OF_BATCHES, f", which compares the rows of a batch with each other, {_ALONE}"),
+    **dict.fromkeys(_OF_LISTS, ", whose rows are lists of documents, which have no task here"),
+    **dict.fromkeys(_PAIRS_OF_BATCHES, f", which takes the texts of other rows of a batch for negatives, {_ALONE}"),
+}
+"""Why there is no task for a loss."""
 
 
 def is_trainer_of_texts(trainer: Any, name: str) -> bool:
@@ -143,13 +154,18 @@ def embedding_task(trainer: Any) -> BatchedModelOutput | None:
         return _ranking(trainer, loss)
     if name in _ROWS:
         return _of_rows(loss, name)
-    given = f"a mapping of the losses of {list(loss)}" if isinstance(loss, Mapping) else f"a {name}"
-    why = ", which compares the rows of a batch with each other, so that a row has no loss of its own"
-    raise ValueError(
-        f"The loss of the trainer is {given}{why if name in _OF_BATCHES else ''}. Expected one of "
-        f"{[_RANKING[0], *_ROWS]}. Pass the task of a loss that asks for the same of the embeddings "
-        "(`task=EmbeddingPairsModelOutput(...)`, `EmbeddingLossModelOutput(...)`), or one of your own."
+    raise _without_task(
+        loss,
+        [_RANKING[0], *_ROWS],
+        "Pass the task of a loss that asks for the same of the embeddings (`task=EmbeddingPairsModelOutput(...)`, "
+        "`EmbeddingLossModelOutput(...)`), or one of your own.",
     )
+
+
+def _without_task(loss: Any, known: list[str], remedy: str) -> ValueError:
+    name = _name_of(loss)
+    given = f"a mapping of the losses of {list(loss)}" if isinstance(loss, Mapping) else f"a {name}"
+    return ValueError(f"The loss of the trainer is {given}{_WHY.get(name, '')}. Expected one of {known}. {remedy}")
 
 
 def _ranking(trainer: Any, loss: Any) -> BatchedModelOutput:
@@ -235,10 +251,6 @@ _LOSSES = {
 
 """By the class of a loss: its name here, its attribute with a loss of torch, and the class of that."""
 
-_OF_LISTS = ("LambdaLoss", "ListMLELoss", "ListNetLoss", "PListMLELoss", "RankNetLoss", "ADRMSELoss")
-
-_PAIRS_OF_BATCHES = ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss")
-
 _ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}
 
 
@@ -259,18 +271,8 @@ def pair_task(trainer: Any) -> BatchedModelOutput | None:
     loss = trainer.loss
     name = _name_of(loss)
     if name not in _LOSSES:
-        given = f"a mapping of the losses of {list(loss)}" if isinstance(loss, Mapping) else f"a {name}"
-        why = ""
-        if name in _OF_LISTS:
-            why = ", whose rows are lists of documents, which have no task here"
-        elif name in _PAIRS_OF_BATCHES:
-            why = (
-                ", which takes the texts of other rows of a batch for negatives, so that a row has no loss of its own"
-            )
-        raise ValueError(
-            f"The loss of the trainer is {given}{why}. Expected one of {list(_LOSSES)}. Pass `task=`, a "
-            "`TextPairsModelOutput(...)` or a task of your own (`BatchedModelOutput`)."
-        )
+        remedy = "Pass `task=`, a `TextPairsModelOutput(...)` or a task of your own (`BatchedModelOutput`)."
+        raise _without_task(loss, list(_LOSSES), remedy)
     task, attribute, expected = _LOSSES[name]
     inner = getattr(loss, attribute)
     changed = [
@@ -290,11 +292,8 @@ def pair_task(trainer: Any) -> BatchedModelOutput | None:
             f"{list(_ACTIVATIONS)}. Pass `task=`, a task of your own (`BatchedModelOutput`)."
         )
     weight = getattr(loss, "pos_weight", None)
-    if weight is not None and weight.numel() != 1:
-        raise ValueError(
-            f"`pos_weight` of the loss has {weight.numel()} numbers. Expected one, for the one logit of the model. "
-            "Give the loss one number."
-        )
+    remedy = "Give the loss one number, for the one logit of the model."
+    refuse(loss, "pos_weight", weight is None or weight.numel() == 1, "one number", remedy)
     return TextPairsModelOutput(
         task,  # type: ignore[arg-type]  # one of the names of the table
         _ACTIVATIONS[activation],  # type: ignore[arg-type]

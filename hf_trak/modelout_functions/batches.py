@@ -176,14 +176,12 @@ def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`Func
     """
     if isinstance(model_output, Tensor):
         return model_output
+    if isinstance(found := entry_of(model_output, "logits"), Tensor):
+        return found
     if isinstance(model_output, Mapping):
-        if isinstance(model_output.get("logits"), Tensor):
-            return model_output["logits"]
         raise ValueError(
             f"The model returned a mapping with the keys {list(model_output)}. Expected a tensor `logits`. {remedy}"
         )
-    if isinstance(getattr(model_output, "logits", None), Tensor):
-        return model_output.logits
     if isinstance(model_output, tuple | list):
         for item in model_output:
             if isinstance(item, Tensor) and item.ndim >= 2:
@@ -192,6 +190,11 @@ def find_logits(model_output: Any, remedy: str = "Pass a task of your own (`Func
         f"No logits found in what the model returned (a {type(model_output).__name__}). Expected a tensor, an object "
         f"with `.logits`, or a tuple with the logits first. {remedy}"
     )
+
+
+def entry_of(model_output: Any, name: str) -> Any:
+    """Return an entry or attribute of what a model returned, or `None` if it has none of that name."""
+    return model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
 
 
 def looked_at(tensor: Tensor) -> Tensor:

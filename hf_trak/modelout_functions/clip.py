@@ -107,21 +107,14 @@ def read_output(model_output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     )
 
 
-def embed(
-    model: torch.nn.Module,
-    loader: Iterable[Any],
-    size: int,
-    preprocess_fn_img: Callable[[Any], Tensor] | None = None,
-    preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
-) -> ClipEmbeddings:
+def embed(model: torch.nn.Module, loader: Iterable[Any], size: int, preprocess: Mapping[str, Any]) -> ClipEmbeddings:
     """Embed up to `size` pairs in evaluation mode. The model's mode is restored afterwards.
 
     Args:
         model: the model, with the checkpoint's weights loaded.
         loader: yields `(images, texts)`, or mappings for the model.
         size: number of pairs after which to stop.
-        preprocess_fn_img: applied to the images of each `(images, texts)` batch.
-        preprocess_fn_txt: applied to the texts of each `(images, texts)` batch.
+        preprocess: a function, or `None`, for the `image` and for the `text` of each `(images, texts)` batch.
 
     Raises:
         ValueError: there is no pair, or preprocessing functions are given for batches that are mappings.
@@ -142,14 +135,14 @@ def embed(
                     f"The loader yields (images, texts), but {type(model).__name__} takes its inputs by other names. "
                     "Expected mappings, {'pixel_values': images, 'input_ids': texts, …}, as its processor makes them."
                 )
-            if isinstance(batch, Mapping) and (preprocess_fn_img or preprocess_fn_txt):
+            if isinstance(batch, Mapping) and any(preprocess.values()):
                 raise ValueError(
                     "`preprocess_fn_img` and `preprocess_fn_txt` apply to (images, texts) batches, but the loader "
                     "yields mappings. Preprocess in its collator."
                 )
-            for name, preprocess in (("image", preprocess_fn_img), ("text", preprocess_fn_txt)):
-                if preprocess is not None:
-                    inputs[name] = preprocess(inputs[name])
+            for name, function in preprocess.items():
+                if function is not None:
+                    inputs[name] = function(inputs[name])
             inputs = {name: item.to(device) if isinstance(item, Tensor) else item for name, item in inputs.items()}
             image, text, _ = read_output(model(**inputs))
             images.append(image[: size - count].float().cpu())
@@ -287,7 +280,7 @@ class CLIPModelOutput(BatchedModelOutput):
             ValueError: the loader yields too few pairs, or the embeddings do not have `embedding_dim` columns.
             NonFiniteError: an embedding is NaN or infinite.
         """
-        embeddings = embed(model, loader, size, preprocess_fn_img, preprocess_fn_txt)
+        embeddings = embed(model, loader, size, {"image": preprocess_fn_img, "text": preprocess_fn_txt})
         if embedding_dim is not None and embedding_dim != embeddings.image.shape[1]:
             raise ValueError(
                 f"`embedding_dim` is {embedding_dim}, but the model's embeddings have {embeddings.image.shape[1]} "

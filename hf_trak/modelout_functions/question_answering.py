@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.batches import looked_at, mapping_of
+from hf_trak.modelout_functions.batches import entry_of, looked_at, mapping_of
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import margin
 
@@ -87,10 +87,7 @@ def _places(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _real_logits(model_output: Any, real: Tensor) -> Tensor:
     """Find the logits of both ends, `(B, 2, T)`, in float32 or wider, with the lowest possible ones for padding."""
-    ends = [
-        model_output.get(name) if isinstance(model_output, Mapping) else getattr(model_output, name, None)
-        for name in ("start_logits", "end_logits")
-    ]
+    ends = [entry_of(model_output, name) for name in ("start_logits", "end_logits")]
     if not all(isinstance(end, Tensor) and end.shape == real.shape for end in ends):
         keys = list(model_output) if isinstance(model_output, Mapping) else type(model_output).__name__
         raise ValueError(

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
-from hf_trak.modelout_functions.batches import as_sequence, find_logits, size_of, unwrapped
+from hf_trak.modelout_functions.batches import as_sequence, entry_of, find_logits, size_of, unwrapped
 from hf_trak.modelout_functions.function import OutputFn, one_per_sample
 
 _CTC_CLASSES = frozenset(modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES.values())
@@ -111,8 +111,7 @@ class RowLossModelOutput(BatchedModelOutput):
 
 def _loss_in(model_output: Any, batch: Batch) -> Tensor:
     """Find the loss in what a model returned. Raises `ValueError` if it has none."""
-    found = model_output.get("loss") if isinstance(model_output, Mapping) else getattr(model_output, "loss", None)
-    if isinstance(found, Tensor):
+    if isinstance(found := entry_of(model_output, "loss"), Tensor):
         return found
     kind = type(model_output).__name__
     columns = list(batch) if isinstance(batch, Mapping) else [f"{len(batch)} item(s)"]
