@@ -115,19 +115,9 @@ _MOST_BYTES = 1 << 30
 _NUMERIC = ("I", "F")
 
 _DAMAGED = (
-    OSError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zlib.error,
-)
+    OSError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError,
+    ValueError, struct.error, zlib.error,
+)  # fmt: skip
 
 """Errors that decoders raise for damaged files."""
 

@@ -85,12 +85,8 @@ class ReportOptions:
 
     def columns(self) -> dict[str, Any]:
         """Return the options about columns, as arguments of `Columns.find`."""
-        return {
-            "image_column": self.image_column,
-            "text_columns": self.text_columns,
-            "label_column": self.label_column,
-            "label_names": self.label_names,
-        }
+        names = ("image_column", "text_columns", "label_column", "label_names")
+        return {name: getattr(self, name) for name in names}
 
 
 def write_report(run: AttributionRun, path: str | Path, options: ReportOptions | None = None) -> Path:

@@ -31,14 +31,7 @@ from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
-from hf_trak.store.sealed import (
-    CHECKSUM_KEY,
-    SEALED_VERSION,
-    VERSION_KEY,
-    content_digest,
-    file_digest,
-    read_sealed,
-)
+from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest, file_digest, read_sealed
 from hf_trak.store.shards import Finding
 
 RUN = "run"
@@ -62,19 +55,9 @@ _PAUSE = 0.005  # seconds between attempts to find a run while another process p
 _REMEDY = "Restore it from a copy, or attribute again."
 
 _DAMAGED = (
-    pa.ArrowException,
-    SafetensorError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    OSError,
-    RecursionError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+    pa.ArrowException, SafetensorError, ArithmeticError, AttributeError, LookupError, MemoryError, OSError,
+    RuntimeError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
 
 """Errors that readers raise for damaged files."""
 
