@@ -14,6 +14,7 @@ from hf_trak.data.preferences import PreparingCollator, kind_of
 from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.modelout_functions.base import call_model
 from hf_trak.modelout_functions.batches import evaluating
+from hf_trak.modelout_functions.completions import CompletionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.runtime.processes import Processes
@@ -122,14 +123,13 @@ def _reference_columns(
 
 
 def _log_probs(
-    task: Any, model: torch.nn.Module, batch: Mapping[str, Any], names: tuple[str, ...]
+    task: CompletionModelOutput, model: torch.nn.Module, batch: Mapping[str, Any], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     """Compute the columns of one batch, `(B,)` each."""
 
     def sums(given: Mapping[str, Any]) -> torch.Tensor:
         args, kwargs = task.model_inputs(given)
-        found: torch.Tensor = task.sums(call_model(model, None, None, args, kwargs), given)
-        return found
+        return task.sums(call_model(model, None, None, args, kwargs), given)
 
     found = list(sums(batch).unbind(1)) if isinstance(task, DPOModelOutput) else [sums(batch)]
     if len(found) < len(names):
