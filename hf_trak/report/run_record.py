@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import safetensors.numpy
 from datasets import Dataset
 from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
@@ -328,7 +329,7 @@ def _parts(root: Path, record: RunRecord, with_train: bool) -> SavedParts:
     if with_train and any(name.startswith("train/") for name in record.files):
         train = _dataset(root / "train", record)
     with _readable(root / STATISTICS, _DAMAGED):
-        tensors = safetensors.numpy.load_file(root / STATISTICS)
+        tensors = load_file(root / STATISTICS)
     return SavedParts(_dataset(root / "scored", record), train, tensors, record.facts, root)
 
 

@@ -75,13 +75,13 @@ from pathlib import Path
 import matplotlib.figure, PIL.Image
 from kit.grid import image_grid
 from hf_trak.report import AttributionRun, write_report
-from hf_trak.report.page import _template
+from hf_trak.report.page import environment
 
 def memory(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) // 1024
 
 PIL.Image.init()
-_template("report.html.jinja")
+environment().get_template("report.html.jinja")
 run = AttributionRun.load(sys.argv[1])
 Path("/proc/self/clear_refs").write_text("5")  # forget the highest use so far
 before = memory("VmRSS")

@@ -140,7 +140,7 @@ def test_a_failed_save_leaves_the_run_before_and_no_files(tmp_path: Path, monkey
     def fails(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_trak.report.run_record.safetensors.torch.save", fails)
+    monkeypatch.setattr("hf_trak.report.run_record.safetensors.numpy.save", fails)
     with pytest.raises(KeyboardInterrupt):
         build(1).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
