@@ -1,5 +1,6 @@
 """`hf-trak inspect`: show what a directory holds, check every byte of it, and remove what interrupted runs left."""
 
+import importlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_a
 from hf_trak.curvature.files import curvature_records, described_curvature, verify_curvature
 from hf_trak.errors import StoreError
 from hf_trak.store.atomic import Leftover, leftovers
-from hf_trak.store.shards import Finding
+from hf_trak.store.sealed import Finding
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.verification import RecordCheck, verify, verify_store
@@ -78,26 +79,24 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _records() -> dict[str, RecordCheck]:
-    """Return where records are, and what checks the directory of one."""
-    from hf_trak.evaluation.bank import verify_bank
-    from hf_trak.evaluation.retraining_files import verify_retraining
-    from hf_trak.report.run_record import verify_run
-    from hf_trak.scores.search import verify_search
-    from hf_trak.trajectory.record import verify_record
-    from hf_trak.traker.savers.check import check_run
-
+    """Return where records are, and what checks the directory of one, imported when there is one."""
+    verify_run = _imported("hf_trak.report.run_record", "verify_run")
     return {
         f"**/{FeatureStore.CONFIG_FILE}": verify_store,
         "**/curvature/*/curvature.json": verify_curvature,
-        "**/search.json": verify_search,
-        "metadata.json": check_run,
-        "retraining.json": verify_retraining,
-        "bank.json": verify_bank,
-        "**/record.json": verify_record,
+        "**/search.json": _imported("hf_trak.scores.search", "verify_search"),
+        "metadata.json": _imported("hf_trak.traker.savers.check", "check_run"),
+        "retraining.json": _imported("hf_trak.evaluation.retraining_files", "verify_retraining"),
+        "bank.json": _imported("hf_trak.evaluation.bank", "verify_bank"),
+        "**/record.json": _imported("hf_trak.trajectory.record", "verify_record"),
         "run.json": verify_run,
         "run": verify_run,
         "scores/*/run": verify_run,
     }
+
+
+def _imported(module: str, name: str) -> RecordCheck:
+    return lambda directory: getattr(importlib.import_module(module), name)(directory)
 
 
 def _told(findings: list[Finding], counts: Counter[Any], every: bool) -> list[str]:

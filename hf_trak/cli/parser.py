@@ -17,12 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
+from hf_trak._lazy import module_alone
 from hf_trak.hub.names import check_yaml
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+else:
+    HfArgumentParser = module_alone("transformers", "hf_argparser").HfArgumentParser
 
 MAX_YAML_BYTES = 1 << 18
 
@@ -115,7 +120,7 @@ class _Help(Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         parser.usage = f"{parser.prog} [options]"
-        from hf_trak.config import TrakConfig  # imports torch
+        from hf_trak.config import TrakConfig
 
         later = set[str]()
         if values != "all":

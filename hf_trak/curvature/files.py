@@ -24,8 +24,8 @@ from hf_trak.curvature.curvature import Curvature, KroneckerValues
 from hf_trak.errors import ConfigMismatchError, StoreError
 from hf_trak.store.atomic import differing, remove_stale_temporaries
 from hf_trak.store.lease import Lease
-from hf_trak.store.sealed import content_digest, read_sealed, unsealed, write_sealed
-from hf_trak.store.shards import Finding, Identity, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.sealed import Finding, content_digest, read_sealed, unsealed, write_sealed
+from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
 
 CURVATURE_FILE = "curvature.json"
 

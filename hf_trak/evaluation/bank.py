@@ -47,8 +47,7 @@ from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import differing, safe_name
-from hf_trak.store.sealed import content_digest
-from hf_trak.store.shards import Finding
+from hf_trak.store.sealed import Finding, content_digest
 from hf_trak.store.verification import judged
 
 BANK = "bank.json"

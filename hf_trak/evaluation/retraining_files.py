@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import differing, json_bytes, leftovers
-from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
-from hf_trak.store.shards import Finding, TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
+from hf_trak.store.sealed import Finding, content_digest, create_sealed, read_sealed, unsealed
+from hf_trak.store.shards import TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
 from hf_trak.store.verification import judged
 
 CONFIG = "retraining.json"

@@ -7,86 +7,46 @@ that are divided over processes, `sharded_check` its check. `environment` has wh
 `activation_checkpointing` among it. `per_sample` is the public function without tasks. Start reading at `auto`, or at
 the map in `hooked/__init__`.
 
-The package imports tasks (`hf_trak.modelout_functions`), free memory and `_compat`. It knows no files and no
-projections.
+Public names are imported when they are first used: a record of a training needs `layout` alone. The package imports
+tasks (`hf_trak.modelout_functions`), free memory and `_compat`. It knows no files and no projections.
 """
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
+from hf_trak._lazy import lazy_exports
 
-from hf_trak.gradient_computers.auto import ENGINES, AutoGradientComputer, engines_of
-from hf_trak.gradient_computers.base import AbstractGradientComputer, BatchOutputs, GradientSink, batch_size_of
-from hf_trak.gradient_computers.functional import FunctionalGradientComputer
-from hf_trak.gradient_computers.hooked.batched_op import BatchedOp, register_op_handler, unregister_op_handler
-from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
-from hf_trak.gradient_computers.hooked.rules import LayerCall, register_layer_rule, unregister_layer_rule
-from hf_trak.gradient_computers.iterative import IterativeGradientComputer
-from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
-from hf_trak.gradient_computers.per_sample import per_sample_gradients
-from hf_trak.modelout_functions.base import AbstractModelOutput
+if TYPE_CHECKING:
+    from hf_trak.gradient_computers.auto import ENGINES as ENGINES
+    from hf_trak.gradient_computers.auto import AutoGradientComputer as AutoGradientComputer
+    from hf_trak.gradient_computers.auto import make_gradient_computer as make_gradient_computer
+    from hf_trak.gradient_computers.base import AbstractGradientComputer as AbstractGradientComputer
+    from hf_trak.gradient_computers.base import BatchOutputs as BatchOutputs
+    from hf_trak.gradient_computers.base import GradientSink as GradientSink
+    from hf_trak.gradient_computers.base import batch_size_of as batch_size_of
+    from hf_trak.gradient_computers.functional import FunctionalGradientComputer as FunctionalGradientComputer
+    from hf_trak.gradient_computers.hooked.batched_op import BatchedOp as BatchedOp
+    from hf_trak.gradient_computers.hooked.batched_op import register_op_handler as register_op_handler
+    from hf_trak.gradient_computers.hooked.batched_op import unregister_op_handler as unregister_op_handler
+    from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer as HookedGradientComputer
+    from hf_trak.gradient_computers.hooked.rules import LayerCall as LayerCall
+    from hf_trak.gradient_computers.hooked.rules import register_layer_rule as register_layer_rule
+    from hf_trak.gradient_computers.hooked.rules import unregister_layer_rule as unregister_layer_rule
+    from hf_trak.gradient_computers.iterative import IterativeGradientComputer as IterativeGradientComputer
+    from hf_trak.gradient_computers.layout import ParameterLayout as ParameterLayout
+    from hf_trak.gradient_computers.layout import ParameterSlot as ParameterSlot
+    from hf_trak.gradient_computers.per_sample import per_sample_gradients as per_sample_gradients
 
-__all__ = [
-    "ENGINES",
-    "AbstractGradientComputer",
-    "AutoGradientComputer",
-    "BatchOutputs",
-    "BatchedOp",
-    "FunctionalGradientComputer",
-    "GradientSink",
-    "HookedGradientComputer",
-    "IterativeGradientComputer",
-    "LayerCall",
-    "ParameterLayout",
-    "ParameterSlot",
-    "batch_size_of",
-    "make_gradient_computer",
-    "per_sample_gradients",
-    "register_layer_rule",
-    "register_op_handler",
-    "unregister_layer_rule",
-    "unregister_op_handler",
-]
-
-
-def make_gradient_computer(
-    engine: str,
-    model: torch.nn.Module,
-    task: AbstractModelOutput,
-    grad_wrt: Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    self_check: bool = True,
-    max_block_bytes: int | None = None,
-) -> AutoGradientComputer:
-    """Make a gradient computer by name. It checks itself on the first batch.
-
-    Args:
-        engine (`str`):
-            `"auto"` tries the engines of [`ENGINES`] in order. A name takes that one alone, and raises where it fails
-            the check.
-        model (`torch.nn.Module`):
-            The model.
-        task ([`AbstractModelOutput`]):
-            The model output function.
-        grad_wrt (`Iterable[str]`, *optional*):
-            Names of the parameters to attribute. `None` takes those with `requires_grad`.
-        dtype (`torch.dtype`, *optional*):
-            Dtype of the gradients. `None` keeps that of the parameters.
-        device (`torch.device` or `str`, *optional*):
-            Device of the gradients. `None` keeps that of the parameters.
-        self_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare two samples of the first batch with plain autograd on each alone.
-        max_block_bytes (`int`, *optional*):
-            Bytes of a block of gradients at which the hooked engine cuts large parameters into slices. `None` is
-            32 MiB, and 256 MiB on a GPU.
-
-    Returns:
-        [`AutoGradientComputer`]: the gradient computer.
-
-    Raises:
-        ValueError: an unknown engine; `max_block_bytes` is not positive; `grad_wrt` does not fit the model.
-    """
-    return AutoGradientComputer(
-        model, task, None, dtype, device, grad_wrt, engines_of(engine), self_check, max_block_bytes
-    )
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "hf_trak.gradient_computers.auto": "ENGINES AutoGradientComputer make_gradient_computer",
+        "hf_trak.gradient_computers.base": "AbstractGradientComputer BatchOutputs GradientSink batch_size_of",
+        "hf_trak.gradient_computers.functional": "FunctionalGradientComputer",
+        "hf_trak.gradient_computers.hooked.batched_op": "BatchedOp register_op_handler unregister_op_handler",
+        "hf_trak.gradient_computers.hooked.computer": "HookedGradientComputer",
+        "hf_trak.gradient_computers.hooked.rules": "LayerCall register_layer_rule unregister_layer_rule",
+        "hf_trak.gradient_computers.iterative": "IterativeGradientComputer",
+        "hf_trak.gradient_computers.layout": "ParameterLayout ParameterSlot",
+        "hf_trak.gradient_computers.per_sample": "per_sample_gradients",
+    },
+)

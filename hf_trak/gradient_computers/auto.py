@@ -312,3 +312,46 @@ class AutoGradientComputer(AbstractGradientComputer):
             # stand-in or reference for the functional engine, it calls it as that one would
             computer.sample_form = self.engines != ("iterative",)
         return computer
+
+
+def make_gradient_computer(
+    engine: str,
+    model: torch.nn.Module,
+    task: AbstractModelOutput,
+    grad_wrt: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    self_check: bool = True,
+    max_block_bytes: int | None = None,
+) -> AutoGradientComputer:
+    """Make a gradient computer by name. It checks itself on the first batch.
+
+    Args:
+        engine (`str`):
+            `"auto"` tries the engines of [`ENGINES`] in order. A name takes that one alone, and raises where it fails
+            the check.
+        model (`torch.nn.Module`):
+            The model.
+        task ([`AbstractModelOutput`]):
+            The model output function.
+        grad_wrt (`Iterable[str]`, *optional*):
+            Names of the parameters to attribute. `None` takes those with `requires_grad`.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the gradients. `None` keeps that of the parameters.
+        device (`torch.device` or `str`, *optional*):
+            Device of the gradients. `None` keeps that of the parameters.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare two samples of the first batch with plain autograd on each alone.
+        max_block_bytes (`int`, *optional*):
+            Bytes of a block of gradients at which the hooked engine cuts large parameters into slices. `None` is
+            32 MiB, and 256 MiB on a GPU.
+
+    Returns:
+        [`AutoGradientComputer`]: the gradient computer.
+
+    Raises:
+        ValueError: an unknown engine; `max_block_bytes` is not positive; `grad_wrt` does not fit the model.
+    """
+    return AutoGradientComputer(
+        model, task, None, dtype, device, grad_wrt, engines_of(engine), self_check, max_block_bytes
+    )

@@ -1,12 +1,12 @@
 """Contents of a row that a report shows: image, sound, texts, label and prediction, found in columns of any name."""
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Audio, ClassLabel, Dataset, Features, Image, LargeList, List, Value, Video
 
 from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOKEN_POSITIONS, TOKEN_SCORES, TOP_K_COLUMNS
@@ -335,11 +335,16 @@ def _is_picture(value: Any) -> bool:
             value = np.asarray(value)
         except ValueError:  # rows of different lengths
             return False
-    if not isinstance(value, np.ndarray | torch.Tensor) or min(value.shape, default=0) == 0:
+    if not (is_tensor(value) or isinstance(value, np.ndarray)) or min(value.shape, default=0) == 0:
         return False
     if value.ndim == 2:
         return min(value.shape) > 1
     return value.ndim == 3 and (value.shape[0] in (1, 3, 4) or value.shape[2] in (1, 3, 4))
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value is a tensor. Whoever has one has imported torch, which takes seconds."""
+    return (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor)
 
 
 def is_samples(value: Any) -> bool:
@@ -348,7 +353,7 @@ def is_samples(value: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if is_tensor(value) or isinstance(value, np.ndarray):
         return value.ndim == 0
     return isinstance(value, str | int | float | np.generic)
 
@@ -395,7 +400,7 @@ def _said(content: Any) -> Any:
 def _name(label: Any, columns: Columns) -> str | None:
     if label is None:
         return None
-    if isinstance(label, torch.Tensor | np.ndarray | np.generic):
+    if is_tensor(label) or isinstance(label, np.ndarray | np.generic):
         label = label.item()
     names = columns.label_names
     if names is not None and isinstance(label, int) and 0 <= label < len(names):

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hf_trak.scores.scored_dataset import ScoreBlock
 
@@ -63,6 +62,8 @@ class ScoreDistributions:
         Raises:
             ValueError: there is no block.
         """
+        import torch  # slow to import, and not needed for distributions that are read
+
         least, most = (torch.as_tensor(value, dtype=torch.float64) for value in (low, high))
         width = (most - least) / BINS
         width = torch.where(width > 0, width, 1.0)

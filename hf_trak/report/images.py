@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 
-from hf_trak.report.content import EncodedImage, visible
+from hf_trak.report.content import EncodedImage, is_tensor, visible
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,9 +36,9 @@ def as_array(image: Any) -> np.ndarray:
     Raises:
         ValueError: the image has another shape.
     """
-    if isinstance(image, torch.Tensor):
+    if is_tensor(image):
         image = image.detach().cpu()
-        image = image.float() if image.dtype == torch.bfloat16 else image  # NumPy has no bfloat16
+        image = image.float() if image.dtype.itemsize == 2 else image  # NumPy has no bfloat16
     array = np.asarray(image)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = np.moveaxis(array, 0, 2)

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
-from hf_trak.report.content import as_row, raw
+from hf_trak.report.content import as_row, is_tensor, raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_record import (
     RUN,
@@ -119,6 +118,8 @@ def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]
             "`attribute(..., top_k=None, per='target')`."
         )
     k = min(_FULL_TOP, n)
+    import torch  # slow to import, and not needed for the lists of a top k
+
     ends: dict[str, list[Any]] = {column: [] for column in TOP_K_COLUMNS}
     parts = []
     for row in scored.select_columns([name]).with_format("numpy"):
@@ -177,7 +178,7 @@ def as_dataset(rows: Any) -> Dataset:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+    return value.tolist() if is_tensor(value) or isinstance(value, np.ndarray | np.generic) else value
 
 
 OUTLIERS = 24

@@ -32,8 +32,15 @@ from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
-from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest, file_digest, read_sealed
-from hf_trak.store.shards import Finding
+from hf_trak.store.sealed import (
+    CHECKSUM_KEY,
+    SEALED_VERSION,
+    VERSION_KEY,
+    Finding,
+    content_digest,
+    file_digest,
+    read_sealed,
+)
 
 RUN = "run"
 

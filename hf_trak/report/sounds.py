@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_trak.report.content import is_samples, visible
+from hf_trak.report.content import is_samples, is_tensor, visible
 
 MOST_BYTES = 4 << 20
 
@@ -65,7 +64,7 @@ def as_wav(samples: Any, rate: int) -> bytes:
     Raises:
         UnreadableSoundError: the samples have another shape or are too many, or the rate is no rate.
     """
-    array = np.asarray(samples.detach().cpu() if isinstance(samples, torch.Tensor) else samples)
+    array = np.asarray(samples.detach().cpu() if is_tensor(samples) else samples)
     if array.ndim == 2 and array.shape[0] in (1, 2):
         array = array.T
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] not in (1, 2)) or array.dtype.kind not in "fiu":

@@ -8,12 +8,13 @@ import importlib
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_trak.errors import NonFiniteError
+
+if TYPE_CHECKING:  # slow to import, and not needed to check integers
+    import torch
+    from torch import Tensor
 
 
 def is_int(value: Any, minimum: int | None = None, maximum: int | None = None) -> bool:
@@ -142,7 +143,7 @@ INSPECT = (
 )
 
 
-def non_finite_rows(values: Tensor) -> list[int]:
+def non_finite_rows(values: "Tensor") -> list[int]:
     """Find the rows that hold a NaN or an infinity.
 
     Args:
@@ -160,7 +161,7 @@ def non_finite_rows(values: Tensor) -> list[int]:
 
 
 def check_finite_rows(
-    values: Tensor, what: str, rows: int | Sequence[int] = 0, *, unit: str = "row", remedy: str = INSPECT
+    values: "Tensor", what: str, rows: int | Sequence[int] = 0, *, unit: str = "row", remedy: str = INSPECT
 ) -> None:
     """Check that every value is finite.
 
@@ -188,7 +189,7 @@ def check_finite_rows(
         )
 
 
-def free_bytes(device: torch.device | str) -> int:
+def free_bytes(device: "torch.device | str") -> int:
     """Return how many bytes can still be allocated on a device.
 
     Args:
@@ -201,6 +202,8 @@ def free_bytes(device: torch.device | str) -> int:
     Raises:
         ValueError: torch does not tell the free memory of this kind of device.
     """
+    import torch
+
     device = torch.device(device)
     if device.type == "cpu":
         psutil = importlib.import_module("psutil")  # not at the top: the package for the Hub's `kernels` has no psutil

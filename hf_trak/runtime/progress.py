@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from datasets import disable_progress_bars, enable_progress_bars
 from datasets.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
-from hf_trak.runtime.processes import Processes
+if TYPE_CHECKING:  # imports torch, and is not needed where nothing is divided
+    from hf_trak.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class RowProgress:
     clock: Callable[[], float] = time.monotonic
 
     @classmethod
-    def over(cls, processes: Processes, rows: int, description: str, announce: bool = True) -> "RowProgress":
+    def over(cls, processes: "Processes", rows: int, description: str, announce: bool = True) -> "RowProgress":
         """Count rows of a pass that the processes divide, shown by the main one.
 
         Args:

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from datasets import Dataset, concatenate_datasets
-from torch import Tensor
 
 from hf_trak.runtime.progress import no_progress_bars
 
-ScoreBlock = tuple[int, int, Tensor]
+if TYPE_CHECKING:  # slow to import, and not needed for scores that are read
+    from torch import Tensor
+
+ScoreBlock = tuple[int, int, "Tensor"]
 
 """`(start, stop, block)`: `block`, of shape `(stop - start, m)`, holds the scores of training rows `start … stop - 1`
 for m targets."""
@@ -31,7 +32,7 @@ def weighted_blocks(parts: Sequence[Iterator[ScoreBlock]], weights: Sequence[flo
     blocks = [next(part, None) for part in parts]
     while (first := blocks[0]) is not None:
         start, stop = first[0], min(block[1] for block in blocks if block is not None)
-        total = torch.zeros_like(first[2][: stop - start])
+        total = first[2].new_zeros(first[2][: stop - start].shape)
         for i, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
             assert block is not None and block[0] == start
             total += weight * block[2][: stop - start].to(total)

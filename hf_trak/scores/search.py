@@ -22,9 +22,8 @@ from hf_trak.runtime.checks import required
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.atomic import atomic_path
-from hf_trak.store.sealed import file_digest, read_sealed, write_sealed
+from hf_trak.store.sealed import Finding, file_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
-from hf_trak.store.shards import Finding
 from hf_trak.store.verification import judged
 
 VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"

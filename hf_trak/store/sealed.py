@@ -1,13 +1,16 @@
 """Sealed files: JSON with a checksum of its own content, so that a changed byte is noticed.
 
 {"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 1, …}
+
+[`Finding`] is what a check says about any file.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -18,6 +21,27 @@ CHECKSUM_KEY = "checksum"
 VERSION_KEY = "format_version"
 SEALED_VERSION = 1
 """Version of everything that hf_trak writes, and the only one that it reads."""
+
+State = Literal["intact", "damaged", "missing", "unchecked", "leftover"]
+
+"""`unchecked`: nothing here says what the file must hold; `leftover`: not part of any result."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one file.
+
+    Attributes:
+        path: the file.
+        state: see [`State`].
+        detail: what is wrong with it; empty for intact files.
+        remedy: how to repair it, for example the call that computes it again.
+    """
+
+    path: Path
+    state: State
+    detail: str = ""
+    remedy: str = ""
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

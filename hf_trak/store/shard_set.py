@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
+from hf_trak.store.sealed import Finding
 from hf_trak.store.shards import (
-    Finding,
     Identity,
     ShardPlan,
     TensorSpec,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,28 +32,6 @@ from hf_trak.errors import StoreError
 from hf_trak.runtime.checks import checked_int
 from hf_trak.store.atomic import atomic_path, differing
 from hf_trak.store.sealed import SEALED_VERSION, content_digest, sealed
-
-State = Literal["intact", "damaged", "missing", "unchecked", "leftover"]
-
-"""`unchecked`: nothing here says what the file must hold; `leftover`: not part of any result."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The state of one file.
-
-    Attributes:
-        path: the file.
-        state: see [`State`].
-        detail: what is wrong with it; empty for intact files.
-        remedy: how to repair it, for example the call that computes it again.
-    """
-
-    path: Path
-    state: State
-    detail: str = ""
-    remedy: str = ""
-
 
 DTYPES = {
     "F16": torch.float16,

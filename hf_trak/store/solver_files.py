@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.store.shards import Finding, Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
+from hf_trak.store.sealed import Finding
+from hf_trak.store.shards import Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
 _NAMES = re.compile(r"(kernel|low_rank-\d+|low_rank-\d+\.passes)\.safetensors")

@@ -13,8 +13,8 @@ from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.sealed import read_sealed
-from hf_trak.store.shards import Finding, check_file
+from hf_trak.store.sealed import Finding, read_sealed
+from hf_trak.store.shards import check_file
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
 

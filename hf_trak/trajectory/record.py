@@ -23,8 +23,8 @@ from torch import Tensor
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.store.atomic import differing, remove_stale_temporaries
-from hf_trak.store.sealed import content_digest, create_sealed, read_sealed, unsealed
-from hf_trak.store.shards import Finding, TensorSpec, read_header, read_tensors, write_tensors
+from hf_trak.store.sealed import Finding, content_digest, create_sealed, read_sealed, unsealed
+from hf_trak.store.shards import TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.verification import judged
 from hf_trak.trajectory.hyperparameters import Hyperparameters
 

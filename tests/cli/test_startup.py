@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from report_runs import build
 from torch import Tensor, nn
 
 import hf_trak
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.gradient_computers import (
     AutoGradientComputer,
     engine_check,
@@ -62,49 +64,63 @@ SLOW = {
 NO_MODEL = SLOW | {
     "accelerate",
     "hf_trak.featurize.featurized",
-    "hf_trak.gradient_computers",
+    "hf_trak.gradient_computers.auto",
     "transformers.generation",
 }
 
 
 COMMANDS = {
-    "parser": NO_MODEL | {"torch", "datasets"},
-    **dict.fromkeys(("inspect", "push", "selftest", "convert", "export"), NO_MODEL | {"datasets"}),
-    "report": NO_MODEL,
-    "evaluate": NO_MODEL - {"accelerate"},
+    "parser": NO_MODEL | {"torch", "datasets", "transformers"},
+    "report RUN": NO_MODEL | {"torch", "transformers"},
+    **dict.fromkeys(
+        ("inspect STORE", "inspect STORE --check", "export STORE --to NEW", "push", "selftest", "convert"),
+        NO_MODEL | {"datasets", "transformers"},
+    ),
+    "evaluate": NO_MODEL - {"accelerate"} | {"transformers"},
     **dict.fromkeys(("attribute", "estimate", "featurize", "serve", "verify"), SLOW),
 }
-"""Modules of commands, and what they do not import."""
+"""Modules of commands, or commands that run, and what they do not import."""
 
 IN_FORKS = """
-import importlib, json, os, sys
+import contextlib, importlib, io, json, os, sys
+from hf_trak.cli.main import main
 for library, names in json.loads(sys.argv[1]):
     if library:
         importlib.import_module(library)
     for name in names:
         if os.fork() == 0:
-            importlib.import_module(f"hf_trak.cli.{name}")
-            print(name, *sys.modules, flush=True)
+            command, *rest = name.split()
+            importlib.import_module(f"hf_trak.cli.{command}")
+            with contextlib.redirect_stdout(io.StringIO()):
+                failed = rest and main([command, *(sys.argv[2] + "/" + arg if arg.isupper() else arg for arg in rest)])
+            print(json.dumps([name, failed or 0, *sys.modules]), flush=True)
             os._exit(0)
         os.wait()
 """
-"""Imports modules in forks of one process, after the libraries that all of them may import."""
+"""Imports modules and runs commands in forks of one process, after the libraries that all of them may import."""
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, set[str]]:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The modules that each command imports."""
-    lacking = {name: {"torch", "datasets"} & absent for name, absent in COMMANDS.items()}
-    stages = {"": {"torch", "datasets"}, "torch": {"datasets"}, "datasets": set()}
-    plan = [(library, [name for name in lacking if lacking[name] == absent]) for library, absent in stages.items()]
-    command = [sys.executable, "-c", IN_FORKS, json.dumps(plan)]
+    place = tmp_path_factory.mktemp("startup")
+    rows = torch.utils.data.TensorDataset(torch.randn(4, 5), torch.arange(4) % 3)
+    config = TrakConfig(str(place / "STORE"), proj_dim=8, use_cpu=True)
+    TrakAttributor(Net(), config, rows, task="image_classification").featurize()
+    build(0).save(place / "RUN")
+    stages: dict[str, list[str]] = {"": [], "torch": [], "datasets": []}
+    for name, absent in COMMANDS.items():
+        stages["" if "torch" in absent else "torch" if "datasets" in absent else "datasets"].append(name)
+    command = [sys.executable, "-c", IN_FORKS, json.dumps([*stages.items()]), str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {name: {*modules} for name, *modules in map(str.split, done.stdout.splitlines())}
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not any(failed for _, failed, *_ in found), done.stderr
+    return {name: {*modules} for name, _, *modules in found}
 
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_commands_import_what_they_need(module: str, imported: dict[str, set[str]]) -> None:
-    assert f"hf_trak.cli.{module}" in imported[module]
+    assert f"hf_trak.cli.{module.split()[0]}" in imported[module]
     assert not COMMANDS[module] & imported[module]
 
 

@@ -141,7 +141,7 @@ class Job:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "hf_trak.attributor", "hf_trak.gradient_computers", "hf_trak.featurize.converting", "datasets",
+            "hf_trak.attributor", "hf_trak.gradient_computers.auto", "hf_trak.featurize.converting", "datasets",
             "transformers.trainer", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
             "transformers.models.llama.modeling_llama",
             "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.projectors import AbstractProjector
-from hf_trak.store.shards import Finding
+from hf_trak.store.sealed import Finding
 from hf_trak.traker import TRAKer
 from hf_trak.traker.savers.check import check_run
 from hf_trak.traker.savers.mmap_directory import MmapDirectory

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_trak.store.shards import Finding
+from hf_trak.store.sealed import Finding
 from hf_trak.store.verification import judged
 from hf_trak.traker.savers.mmap_directory import EXPERIMENTS, METADATA, MmapDirectory, rows_seed
 from hf_trak.traker.savers.row_files import RowFile
