@@ -147,8 +147,8 @@ class Replay:
 
     Args:
         of (`str`, *optional*, defaults to `"recipe"`):
-            `"recipe"`: what rows do to a model that is trained like this one, in the expectation over orders of the
-            rows. `"run"`: what they did in the run itself.
+            `"recipe"`: what rows do to a model trained like this one, in the mean over orders of the rows. `"run"`:
+            what they did in the run itself.
         form (`str`, *optional*):
             Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
             whole, and wants more rows. By default the Hessian for a run with half of the rows or more, and else

@@ -25,12 +25,10 @@ class RunArguments(MethodArguments):
     """The scores to compute, and what is saved of them."""
 
     index: str | None = option(
-        "Published index, in place of training rows; or its tables: a directory or an address such as `s3://…`.", None
+        "Published index, in place of training rows; or the directory or address of its tables.", None
     )
     scored_by: Literal["local", "ray", "spark"] = option(
-        "Find the best rows in this process, or by workers of Ray or Spark, which read the index where it is. They "
-        "find nothing else: no distributions, no self-influence.",
-        "local",
+        "This process, or workers of Ray or Spark, which find the best rows alone: no self-influence.", "local"
     )
     top_k: int = option("Training rows to keep per target, from either end.", 20)
     group_by: str | None = option(

@@ -30,7 +30,6 @@ else:
     HfArgumentParser = module_alone("transformers", "hf_argparser").HfArgumentParser
 
 MAX_YAML_BYTES = 1 << 18
-
 """Largest file of arguments, in bytes; one that sets all arguments of a command has 3 kB."""
 
 
@@ -41,11 +40,9 @@ _UNSET = object()
 _NULL = "tag:yaml.org,2002:null"
 
 _DOCUMENTED = re.compile(r"^ {4}(\w+) \(`.*\):\n((?: {8}.*\n?)+)", re.M)
-
 """Names of fields with their texts, in the docstring of a dataclass."""
 
 _SETTINGS = ("output_dir", "proj_dim", "feature_dtype", "curvature", "per_device_batch_size", "use_cpu")
-
 """Fields of `TrakConfig` that `--help` prints."""
 
 _RARE = (
@@ -53,9 +50,8 @@ _RARE = (
     "image_column", "label_column", "eval_dataset_config_name", "eval_split", "max_eval_samples", "first_pass_bytes",
     "candidates", "max_new_tokens", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part",
     "num_processes", "replay_form", "replay_rows", "replay_steps", "replay_hessian_share", "replay_smoothing",
-    "replay_name", "replay_start", "training_args", "rerank_rows", "refine", "all_scores",
+    "replay_name", "replay_start", "training_args", "rerank_rows", "refine", "all_scores", "scored_by",
 )  # fmt: skip
-
 """Other arguments that `--help all` alone prints."""
 
 _PERCENT = re.compile(r"%%|%\(\w+\)[a-z]|%")
