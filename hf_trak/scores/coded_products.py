@@ -5,22 +5,23 @@ of a row under one mask are a *plane*, the levels of every (8/b)-th column, each
 is made by one operation per byte and needs no table. It is multiplied with the same columns of the targets, and the
 products of all planes of all pieces are added up. The scale of a row is applied to its products.
 
-On CPUs whose int8 products are exact, targets are rounded to integers of 24 bits, which are three signed digits of
-8 bits, and everything is computed in integers until the end:
+On CPUs, targets are rounded to integers of 24 bits, which are three signed digits of 8 bits, and everything is
+computed in integers until the end:
 
     x · a = scale · step · Σ_j v_j q_j,      q_j = round(a_j / step),      |q_j| ≤ 127 (1 + 256 + 256²)
 
 The sum is exact, so that the result has the same bits for any number of threads, any division into rows and columns,
-and any such CPU. Half a step is 2⁻²⁴ of the largest entry of the target, so that rounding targets costs no more than
+and any CPU. Half a step is 2⁻²⁴ of the largest entry of the target, so that rounding targets costs no more than
 adding up float32 products does. Where the CPU has instructions for them, int8 products take an eighth of the time of
-float32 products, and three digits less than half.
+float32 products. Where it has none, they are a loop that takes 30 times as long, so integers are multiplied as float32
+numbers, whose sums are as exact below 2²⁴.
 
-Everywhere else, planes are converted to float32 and multiplied with the targets as they are.
+On GPUs, planes are converted to float32 and multiplied with the targets as they are.
 """
 
-import platform
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Protocol
 
@@ -41,8 +42,8 @@ _ROWS = 1024
 _PIECE_BYTES = 2048
 """Size of a piece. Half as many rows or bytes take a tenth more time, and twice as many no less."""
 
-_FLOAT_ROWS = 128
-"""Rows of a piece whose planes have four bytes per number."""
+_FLOAT_PIECE_BYTES = 1024
+"""Largest piece for products in float32: the sum of so many products of two numbers up to 2⁷ has at most 2²⁴."""
 
 _GPU_PIECE_BYTES = 4096
 
@@ -85,20 +86,16 @@ def coded_targets(values: Tensor, form: CodeFormat) -> CodedTargets:
     Returns:
         The targets, on the device of `values`.
     """
-    if values.device.type == "cpu" and integers_are_exact():
-        return IntegerTargets(values, form)
-    return FloatTargets(values, form)
+    return IntegerTargets(values, form) if values.device.type == "cpu" else FloatTargets(values, form)
 
 
 @cache
-def integers_are_exact() -> bool:
-    """Tell whether this CPU multiplies int8 matrices exactly, and quickly.
+def has_int8_products() -> bool:
+    """Tell whether this CPU multiplies int8 matrices exactly, and in less time than float32 ones.
 
-    Without instructions for 8-bit products, oneDNN adds pairs of them in 16 bits, which overflow for large entries; on
-    other architectures than x86 there is only a loop.
+    Without instructions for 8-bit products, oneDNN has a loop, or adds pairs of them in 16 bits, which overflow for
+    large entries. Results have the same bits either way.
     """
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
-        return False
     size = 256
     for width in (1, 16, 48):  # they have kernels of their own
         for left, right in ((-128, -128), (-128, 127), (127, -128), (127, 127)):
@@ -106,7 +103,18 @@ def integers_are_exact() -> bool:
             found = torch._int_mm(rows.to(torch.int8), columns.to(torch.int8))
             if not bool((found == size * left * right).all()):
                 return False
-    return True
+    square = torch.ones(size, size)
+    return _seconds(torch._int_mm, square.to(torch.int8)) < _seconds(torch.mm, square)
+
+
+def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], square: Tensor) -> float:
+    """Return the least time of some products of a matrix with itself."""
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        multiply(square, square)
+        times.append(time.perf_counter() - begun)
+    return min(times)
 
 
 def _pieces(form: CodeFormat, size: int) -> list[range]:
@@ -147,6 +155,7 @@ class IntegerTargets:
         self._form = form
         self._digits = digits
         self._m = values.shape[0]
+        self._int8 = has_int8_products()
         largest = values.abs().amax(dim=1, keepdim=True).double()
         step = torch.where(largest > 0, largest / (127 * sum(256**digit for digit in range(digits))), 1.0)
         self._factor = torch.where(largest.isfinite(), step, torch.nan).squeeze(1) / 2 ** (8 - form.bits)
@@ -155,7 +164,7 @@ class IntegerTargets:
             torch.tensor((2**form.bits - 1) << place, dtype=torch.uint8) for place in range(0, 8, form.bits)
         ]
         self._scratch = threading.local()
-        self._pieces = _pieces(form, _PIECE_BYTES)
+        self._pieces = _pieces(form, _PIECE_BYTES if self._int8 else min(_PIECE_BYTES, _FLOAT_PIECE_BYTES))
         self._matrices: list[list[list[Tensor]]] = []
         self._centres = torch.zeros(self._m, dtype=torch.float64)
         for piece in self._pieces:
@@ -175,11 +184,11 @@ class IntegerTargets:
         return 0.5 if place == 8 // self._form.bits - 1 else -(2**self._form.bits - 1) / 2
 
     def _split(self, whole: Tensor) -> list[Tensor]:
-        """Split integers `(bytes, m)` into digits, and these into matrices of some columns each, int8."""
+        """Split integers `(bytes, m)` into digits, and these into matrices of some columns each."""
         rest, columns = whole.long(), []
         for _ in range(self._digits):
             digit = ((rest + 128) & 255) - 128
-            columns.append(digit.to(torch.int8))
+            columns.append(digit.to(torch.int8 if self._int8 else torch.float32))
             rest = (rest - digit) >> 8
         joined = torch.cat(columns[::-1], dim=1)
         joined = torch.nn.functional.pad(joined, (0, self._chunks[-1].stop - joined.shape[1]))
@@ -202,7 +211,8 @@ class IntegerTargets:
             `(rows, m)`, float64: integers, 2⁸⁻ᵇ times the sums.
         """
         bits, rows = self._form.bits, len(coded)
-        totals = self._memory("totals", (rows, self._chunks[-1].stop), torch.int32).zero_()
+        kept = torch.int32 if self._int8 else torch.float64
+        totals = self._memory("totals", (rows, self._chunks[-1].stop), kept).zero_()
         sums, columns = None, 0
         for piece, planes in zip(self._pieces, self._matrices, strict=True):
             columns += len(piece) * 8 // bits
@@ -215,10 +225,16 @@ class IntegerTargets:
                 torch.bitwise_xor(found, _HIGHEST_BIT, out=packed[:, part])
             for place, matrices in enumerate(planes):
                 torch.bitwise_and(packed, self._masks[place], out=levels)
-                weight = 2 ** (8 - bits - bits * place)
+                weight, left = 2 ** (8 - bits - bits * place), levels.view(torch.int8)
+                if not self._int8:
+                    left = self._memory("numbers", (rows, len(piece)), torch.float32).copy_(left)
                 for chunk, matrix in zip(self._chunks, matrices, strict=True):
-                    products = self._memory("products", (rows, matrix.shape[1]), torch.int32)
-                    torch._int_mm(levels.view(torch.int8), matrix, out=products)
+                    if self._int8:
+                        products = self._memory("products", (rows, matrix.shape[1]), torch.int32)
+                        torch._int_mm(left, matrix, out=products)
+                    else:
+                        products = self._memory("products", (rows, matrix.shape[1]), torch.float32)
+                        torch.mm(left, matrix, out=products)
                     totals[:, chunk].add_(products, alpha=weight)
         return self._joined(totals, sums)
 
@@ -233,7 +249,7 @@ class IntegerTargets:
 
     def _joined(self, totals: Tensor, sums: Tensor | None) -> Tensor:
         """Put digits together, and add the result to earlier sums."""
-        result = totals[:, : self._m].double()
+        result = totals[:, : self._m].to(torch.float64, copy=True)
         for digit in range(1, self._digits):
             result = result.mul_(256).add_(totals[:, digit * self._m : (digit + 1) * self._m])
         return result if sums is None else result.add_(sums)
@@ -259,24 +275,19 @@ class FloatTargets:
         """
         self._form = form
         self._m = values.shape[0]
-        self._on_cpu = values.device.type == "cpu"
-        self._pieces = _pieces(form, _PIECE_BYTES if self._on_cpu else _GPU_PIECE_BYTES)
+        self._pieces = _pieces(form, _GPU_PIECE_BYTES)
         self._matrices = [
             [_plane(values, form, piece, place) for place in range(8 // form.bits)] for piece in self._pieces
         ]
 
     def product(self, coded: CodedRows) -> Tensor:
         """Compute the products of rows with all targets, see [`CodedTargets.product`]."""
-        rows = _FLOAT_ROWS if self._on_cpu else max(1, len(coded))
         result = torch.zeros(len(coded), self._m, device=coded.scale.device)
-        for first in range(0, len(coded), rows):
-            group, part = coded[first : first + rows], result[first : first + rows]
-            for piece, matrices in zip(self._pieces, self._matrices, strict=True):
-                for where, packed in _segments(group, piece):
-                    for place, matrix in enumerate(matrices):
-                        part.addmm_(self._numbers(packed, place), matrix[where])
-            part.mul_(group.scale.unsqueeze(1))
-        return result
+        for piece, matrices in zip(self._pieces, self._matrices, strict=True):
+            for where, packed in _segments(coded, piece):
+                for place, matrix in enumerate(matrices):
+                    result.addmm_(self._numbers(packed, place), matrix[where])
+        return result.mul_(coded.scale.unsqueeze(1))
 
     def _numbers(self, packed: Tensor, place: int) -> Tensor:
         """Return the numbers that the levels at one place stand for."""

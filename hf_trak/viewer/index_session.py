@@ -85,7 +85,6 @@ class IndexSession(Session):
         attributor: TrakAttributor,
         form: TargetForm | None = None,
         prepare: Callable[[Dataset], Any] = lambda rows: rows,
-        shown_rows: Any = None,
         title: str = "Which training rows did this?",
         roots: Sequence[Path] = (),
     ) -> None:
@@ -97,8 +96,6 @@ class IndexSession(Session):
                 What users type. By default a row as JSON.
             prepare (`Callable`, *optional*):
                 Turns a row as it is stored into one that the model accepts, as it did with the training rows.
-            shown_rows (`Dataset`, *optional*):
-                Training rows to show. By default those of the attributor.
             title (`str`, *optional*):
                 Heading of the page.
             roots (`Sequence[Path]`, *optional*):
@@ -115,10 +112,10 @@ class IndexSession(Session):
         self.roots = list(roots)
         self.model_ids = features.scorer.ensemble(None)
         self.tokenizer = features.processing_class
-        source = row_source(features) if shown_rows is None else shown_rows
+        source = row_source(features)
         self.form = form or TargetForm(columns=tuple(getattr(source, "column_names", TYPED_COLUMNS)))
         self.rows = TrainRows(source, features.store.train_size)
-        self.reranks = row_source(features) is not None and self._has_curvature()
+        self.reranks = source is not None and self._has_curvature()
         self._prepare = prepare
         self._solver = lru_cache(MOST_KEPT)(self._factors)
         self._compared: set[int] = set()

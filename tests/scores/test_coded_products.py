@@ -1,6 +1,6 @@
 """Products with codes are those of the decoded rows, with the same bits however rows and work are divided."""
 
-import platform
+import time
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hf_trak.errors import NonFiniteError
 from hf_trak.runtime import transfers
 from hf_trak.runtime.processes import map_shards
 from hf_trak.scores import coded_products, streaming
-from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, integers_are_exact
+from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, has_int8_products
 from hf_trak.scores.streaming import ScaledRows, score_blocks
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard
@@ -29,7 +29,12 @@ FORMS = [
     (1, 70_000),  # more columns than are added up in 32 bits
     (8, 70_000),
 ]
-needs_exact_integers = pytest.mark.skipif(not integers_are_exact(), reason="this CPU does not multiply int8 exactly")
+
+
+@pytest.fixture(autouse=True, params=["int8", "float32"])
+def multiplied(request, monkeypatch) -> None:
+    """Multiply integers as a CPU with instructions for int8 does, and as one without them."""
+    monkeypatch.setattr(coded_products, "has_int8_products", lambda: request.param == "int8")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -63,7 +68,6 @@ def rounding_of_targets(coded: CodedRows, targets: Tensor, digits: int) -> Tenso
     return rows.abs().sum(dim=1, keepdim=True) * steps / 2 * (1 + gamma(2)) + last
 
 
-@needs_exact_integers
 @pytest.mark.parametrize(("bits", "k"), FORMS)
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_integer_products_are_those_of_decoded_rows_and_rounded_targets(bits, k, digits):
@@ -81,7 +85,7 @@ def test_float_products_are_those_of_decoded_rows(bits, k):
 
 
 @pytest.mark.parametrize("m", [1, 2, 5, 128, 129, 300])
-@pytest.mark.parametrize("kind", [pytest.param(IntegerTargets, marks=needs_exact_integers), FloatTargets])
+@pytest.mark.parametrize("kind", [IntegerTargets, FloatTargets])
 def test_any_number_of_targets(kind, m):
     coded, targets = encoded(5, 2, 3000), drawn_targets(m, 3000)
     rows = exact(coded)
@@ -90,7 +94,6 @@ def test_any_number_of_targets(kind, m):
     assert_within(found, rows @ targets.double().T, bound)
 
 
-@needs_exact_integers
 def test_three_digits_are_as_exact_as_float32():
     """Measured against targets in float64, beside products of decoded rows in float32."""
     coded, targets = encoded(64, 1, 8192), drawn_targets(20, 8192)[:-1]
@@ -107,7 +110,6 @@ def test_three_digits_are_as_exact_as_float32():
     assert errors[2] < error(coded.decode() @ targets.T)
 
 
-@needs_exact_integers
 def test_targets_that_are_almost_orthogonal_to_all_rows():
     """A small ridge makes them, of what no training row explains. Three digits lose no more than float32 does."""
     coded = encoded(64, 1, 4096)
@@ -125,7 +127,6 @@ def test_targets_that_are_almost_orthogonal_to_all_rows():
     assert three < (coded.decode() @ targets.T - right).std()
 
 
-@needs_exact_integers
 def test_bits_do_not_depend_on_the_division_of_rows_columns_or_targets(monkeypatch):
     coded, targets = encoded(50, 2, 9_001), drawn_targets(45, 9_001)
     expected = IntegerTargets(targets, coded.form).product(coded)
@@ -142,7 +143,6 @@ def test_bits_do_not_depend_on_the_division_of_rows_columns_or_targets(monkeypat
     assert torch.equal(prepared.product(coded[picked]), expected[picked])
 
 
-@needs_exact_integers
 def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     coded, targets = encoded(64, 1, 20_000), drawn_targets(40, 20_000)
     before = torch.get_num_threads()
@@ -159,7 +159,6 @@ def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@needs_exact_integers
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_no_sum_is_too_large(bits):
     """The highest levels in all columns, and targets that are the same in all columns."""
@@ -170,7 +169,6 @@ def test_no_sum_is_too_large(bits):
     assert torch.equal(found, 300_000 * (2**bits - 1) / 2 * torch.tensor([[1.0, -3.0], [2.0, -6.0]]))
 
 
-@needs_exact_integers
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_target_that_is_not_finite_has_no_finite_products(value):
     coded, targets = encoded(5, 4, 100), drawn_targets(3, 100)
@@ -186,20 +184,26 @@ def in_pairs(left: Tensor, right: Tensor) -> Tensor:
     return pairs.sum(dim=2).clamp(-(2**15), 2**15 - 1).sum(dim=1)
 
 
-def test_integers_are_used_only_where_they_are_exact(monkeypatch):
-    targets, form = drawn_targets(2, 50), CodeFormat(4, 50)
+def test_both_ways_to_multiply_have_the_same_bits(monkeypatch):
+    coded, targets = encoded(50, 4, 9_001), drawn_targets(45, 9_001)
+    found = []
+    for int8 in (True, False):
+        monkeypatch.setattr(coded_products, "has_int8_products", lambda int8=int8: int8)
+        found.append(coded_targets(targets, coded.form).product(coded))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_int8_products_are_used_only_where_they_are_exact_and_quick(monkeypatch, slow):
+    def after_a_while(left: Tensor, right: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return (left.double() @ right.double()).int()
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_int_mm", in_pairs)
-        integers_are_exact.cache_clear()
-        assert not integers_are_exact()
-        assert isinstance(coded_targets(targets, form), FloatTargets)
-        patch.undo()
-        patch.setattr(platform, "machine", lambda: "aarch64")
-        integers_are_exact.cache_clear()
-        assert not integers_are_exact()
-    integers_are_exact.cache_clear()
-    if integers_are_exact():
-        assert isinstance(coded_targets(targets, form), IntegerTargets)
+        patch.setattr(torch, "_int_mm", after_a_while if slow else in_pairs)
+        has_int8_products.cache_clear()
+        assert not has_int8_products()
+    has_int8_products.cache_clear()
 
 
 def shards(coded: CodedRows, q: Tensor, size: int) -> list[Shard]:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError, NonFiniteError, StoreError
-from hf_trak.scores.coded_products import integers_are_exact
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.scores.tables import TOP, gram_batch, merge_top, score_batch
@@ -84,8 +83,6 @@ def test_fragments_in_any_order_have_the_best_rows(tmp_path: Path, dtype: str, l
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_codes_have_the_same_bits_for_any_division(tmp_path: Path, dtype: str) -> None:
-    if not integers_are_exact():
-        pytest.skip("this processor has no exact products of integers")
     whole = pa.Table.from_batches([batch_of(shard) for shard in made(tmp_path, dtype).train(0)])
     best = score_batch(whole, targets(), 6)
     order = np.random.default_rng(0).permutation(N)
