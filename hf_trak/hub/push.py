@@ -86,9 +86,11 @@ class Destination:
             ValueError: the name cannot be that of a repo, or is that of a directory here.
         """
         try:
-            validate_repo_id(self.repo_id or "")  # which accepts `None`
+            validate_repo_id(self.repo_id)  # which accepts `None`
         except HFValidationError as error:
             raise ValueError(f"`repo_id` is {self.repo_id!r}: {error}. {_NO_DIRECTORY}") from error
+        if not isinstance(self.repo_id, str):
+            raise ValueError(f"`repo_id` is {self.repo_id!r}. {_NO_DIRECTORY}")
         if "/" not in self.repo_id and Path(self.repo_id).is_dir():
             raise ValueError(f"`repo_id` is {self.repo_id!r}, which is a directory here. {_NO_DIRECTORY}")
 

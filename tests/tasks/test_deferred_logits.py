@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_trak.curvature.arrivals import ObservingSink
-from hf_trak.curvature.curvature import LARGEST_SIDE
+from hf_trak.curvature.curvature import FitPlan
 from hf_trak.curvature.observation import BatchObserver, Observation, divide
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers import self_check
@@ -375,7 +375,8 @@ def test_curvature_of_a_head_is_cut_or_diagonal(small, tied):
     observer = BatchObserver(computer.layout, seen)
     computer.stream(batch_of(2), ObservingSink(observer))
     observer.finish()
-    blocks = divide(computer.layout, seen, frozenset(["model.embed_tokens.weight"]), LARGEST_SIDE)
+    plan = FitPlan("ekfac", (0, 1), 2, frozenset(["model.embed_tokens.weight"]), frozenset(), "")
+    blocks = divide(computer.layout, seen, plan)
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     heads = [block for block in blocks.kronecker if block.name == name]
     assert not calls and [(block.left, block.right) for block in heads] == ([] if tied else [(8192, 16)] * 4)
