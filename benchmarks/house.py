@@ -21,11 +21,12 @@ FILE_PACKAGES = ("store", "traker/savers", "report/run", "hub", "evaluation/bank
 """Beginnings of the paths of modules that do nothing but files on disk; of `hub`, the names in `HUB_FILES`."""
 
 LATER = (
-    "trajectory", "featurize/calibrat", "featurize/replaying", "featurize/run_replaying",
-    "evaluation/review", "modelout_functions/trainer_",
+    "trajectory", "featurize/calibrat", "featurize/replaying", "featurize/run_replaying", "featurize/answering",
+    "evaluation/review", "modelout_functions/trainer_", "engines", "store/table", "scores/tables", "report/training",
+    "report/words", "cli/training_report",
 )  # fmt: skip
-"""Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, and the
-loss of a trainer."""
+"""Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, the loss of
+a trainer, tables and engines, the report of a training, and words with their sources."""
 
 HUB_FILES = ("files", "manifest", "index_", "curvature_", "banks", "remote_rows", "ranges", "ranged", "parquet")
 
