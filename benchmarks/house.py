@@ -25,8 +25,8 @@ LATER = (
     "evaluation/review", "modelout_functions/trainer_", "engines", "store/table", "scores/tables", "report/training",
     "report/words", "cli/training_report",
 )  # fmt: skip
-"""Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, the loss of
-a trainer, tables and engines, the report of a training, and words with their sources."""
+"""Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, the loss
+of a trainer, tables and engines, the report of a training, and words with their sources."""
 
 HUB_FILES = ("files", "manifest", "index_", "curvature_", "banks", "remote_rows", "ranges", "ranged", "parquet")
 
