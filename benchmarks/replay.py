@@ -42,7 +42,7 @@ METHODS: dict[str, Any] = {
     "default": Replay(of="run"),
     "epochs": Replay(of="run", name="checkpoints"),
 }
-SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "default", "recipe")
+SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "default", "epochs", "recipe")
 
 
 # -- the truth --------------------------------------------------------------------------------------------------------
