@@ -12,7 +12,7 @@ from test_curvature_invariance import KILLED, Kept, unchanged
 from test_rerank_processes import kill_at
 
 from hf_trak import Replay
-from hf_trak.featurize import replaying
+from hf_trak.featurize import exact, replaying
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
@@ -31,7 +31,7 @@ def job(directory: Path) -> dict[str, Any]:
         state=SimpleNamespace(global_step=6, max_steps=6),
         args=SimpleNamespace(max_grad_norm=1.0, train_batch_size=4, gradient_accumulation_steps=1, world_size=1),
     )
-    replaying.TARGET_SHARD_BYTES = 2 * 4 * attributor.features.layout.total
+    exact.TARGET_SHARD_BYTES = replaying.TARGET_SHARD_BYTES = 2 * 4 * attributor.features.layout.total
     scored = attributor.attribute(store_jobs.rows(5, 2), top_k=None, method=Replay(rows=3))
     return {**store_jobs.feature_digests(directory), "scores": scored["trak_scores"][:]}
 
