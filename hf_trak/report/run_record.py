@@ -199,6 +199,9 @@ def read_run(directory: Path, with_train: bool, use: Callable[[SavedParts], T]) 
     for _ in range(_ATTEMPTS):
         problem = None
         try:
+            for name, expected in record.files.items():
+                if with_train or not name.startswith("train/"):
+                    _check_file(directory / RUN / name, expected)
             result = use(_parts(directory / RUN, record, with_train))
         except (StoreError, ValueError) as error:
             problem = error
@@ -328,10 +331,7 @@ def _readable(path: Path, errors: tuple[type[Exception], ...] = (OSError,)) -> I
 
 
 def _parts(root: Path, record: RunRecord, with_train: bool) -> SavedParts:
-    """Read the files that a record names, after comparing them with their digests."""
-    for name, expected in record.files.items():
-        if with_train or not name.startswith("train/"):
-            _check_file(root / name, expected)
+    """Read the files that a record names, which were compared with their digests."""
     train = None
     if with_train and any(name.startswith("train/") for name in record.files):
         train = _dataset(root / "train", record)

@@ -24,7 +24,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> 
 
 
 class Smoother(LabelSmoother):
-    """Smoothed labels in float64, of which `transformers` computes a part in float32."""
+    """Smooth labels in float64, where `transformers` computes a part in float32."""
 
     def __call__(self, model_output, labels, shift_labels=False, num_items_in_batch=None):
         losses = token_losses(model_output["logits"], labels, label_smoothing=self.epsilon)
