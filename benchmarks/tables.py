@@ -24,14 +24,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hf_trak.engines.engine import LocalEngine, best_rows
+from hf_trak.engines.engine import LocalEngine, best_of_shards
 from hf_trak.scores.streaming import ScaledRows, score_blocks
 from hf_trak.scores.tables import TOP, merge_top, score_batch
 from hf_trak.scores.topk import TopK
-from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.codes import LEVELS, ROTATION, CodedRows, CodeFormat
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import Shard
 from hf_trak.store.table_files import FACTS
+from hf_trak.store.table_store import Tables, TableStore
 from hf_trak.store.tables import batch_of
 
 TOP_K = 20
@@ -60,6 +61,7 @@ def from_shards(shard: Shard, targets: ScaledRows) -> Any:
 def write_rows(path: Path, rows: int, dim: int) -> None:
     """Write a table of random codes of 4 bits; its row groups are shards of `SHARD` rows with the same codes."""
     config = {"train_size": rows, "proj_dim": dim, "feature_dtype": "int4", "shard_size": SHARD}
+    config |= {"seed": 0, "rotation": ROTATION, "levels": LEVELS}
     checkpoint = {"model_id": 0, "fingerprint": "0" * 32}
     facts = sealed_bytes({"config": config, "checkpoint": checkpoint, "content": "0" * 32})
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +106,8 @@ def in_place(directory: Path, sizes: list[int], dim: int, m: int) -> None:
             write_rows(path, rows, dim)
             read_bytes(path)
             read = measured(lambda path=path: read_bytes(path))
-            scored = measured(lambda path=path: best_rows(LocalEngine(), [path], targets, TOP_K))
+            shards = TableStore.over(Tables.find([path]), directory / str(rows)).train(0)
+            scored = measured(lambda shards=shards: best_of_shards(LocalEngine(), [shards], [targets], TOP_K))
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
             print(
                 f"| {rows:,} | {path.stat().st_size / 1e9:.2f} | {read[0]:.2f} ({read[1]:.2f}) | {scored[0]:.2f} "

@@ -1,4 +1,4 @@
-"""Scores and Gram matrices of tables by engines that others have made: Ray, Spark, or this process.
+"""Scores and Gram matrices of an index by engines that others have made: Ray, Spark, or this process.
 
 `engine` says what an engine is, holds the local one, and asks any of them; `ray` and `spark` are adapters.
 

@@ -1,35 +1,36 @@
-"""What an engine is, and what it is asked: the best rows of an index as tables, and its Gram matrix.
+"""What an engine is, and what it is asked: the best rows of a feature store, and its Gram matrices.
 
 An engine maps a function over parts of an index. Where that happens, with what resources, and what is done about
 processes that die is the engine's:
 
-    best = best_rows(LocalEngine(), ["index.parquet"], targets, 20)
+    attributor = TrakAttributor.from_pretrained("s3://bucket/tables", model)
+    attributor.features.scored_by = RayEngine(num_cpus=1)
+    scored = attributor.attribute(eval_dataset, top_k=20)
 
-`targets` are those of `hf_trak.scores.tables`, whose functions run here on each row group of the tables. So results
-have the same bits on any engine, for any number of processes and any order, where processes compute with the same
-number of threads on the same type of processor. What an engine returns is counted: a part that it leaves out or
-returns twice is an error.
+Every process of the engine reads the shards that fall to it, of tables or of a directory that all see. Results have
+the bits of `attribute` in this process, on any engine, for any number of processes and any order, where processes
+compute with the same number of threads on the same type of processor. What an engine returns is counted: a part that
+it leaves out or returns twice is an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from functools import partial, reduce
 from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from hf_trak.errors import StoreError
-from hf_trak.runtime.checks import checked_int
+from hf_trak.scores.gram import GramSum, column_squares
+from hf_trak.scores.scorer import part_blocks
 from hf_trak.scores.streaming import ScaledRows
-from hf_trak.scores.tables import TOP, gram_batch, merge_top, score_batch
-from hf_trak.store.store import Gram
-from hf_trak.store.table_files import Footers, Fragment, fragments_of, read_fragment
+from hf_trak.scores.topk import TopK
+from hf_trak.store.shard_set import ShardSet
 
 PART = "part"
+_RESULT = "result"
 MOST_PARTS = 1024
 """Parts of an index: enough for as many processes, and few enough to add up their Gram matrices in one."""
 
@@ -62,65 +63,55 @@ class LocalEngine:
             yield function(parts.slice(number, 1))
 
 
-def best_rows(
-    engine: Engine, paths: Sequence[str | Path], targets: ScaledRows, k: int, largest: bool = True
-) -> pa.Table:
-    """Find the best rows of an index for each target.
+def best_of_shards(
+    engine: Engine, shards: Sequence[ShardSet], targets: Sequence[ScaledRows], k: int
+) -> tuple[TopK, TopK]:
+    """Find the best rows of a store for each target, from either end, on the CPUs of an engine.
 
     Args:
         engine ([`Engine`]):
             Where.
-        paths (`Sequence[str]` or `Sequence[Path]`):
-            Parquet files, and directories of such, that together have each row of one checkpoint, under the same names
-            in all processes. Rows are in order within a file.
-        targets (`ScaledRows`):
-            m preconditioned targets, see `hf_trak.scores.tables`.
+        shards (`Sequence[ShardSet]`):
+            The features of every checkpoint.
+        targets (`Sequence[ScaledRows]`):
+            m preconditioned targets of every checkpoint.
         k (`int`):
-            Rows to return for each target.
-        largest (`bool`, *optional*, defaults to `True`):
-            The highest scores, or the lowest.
+            Rows to keep for each target.
 
     Returns:
-        `pyarrow.Table`: as `score_batch` returns it.
+        `tuple[TopK, TopK]`: the highest scores and the lowest.
 
     Raises:
-        ValueError: no file is named, `k` is below 1, or targets and rows have different numbers of columns.
-        ConfigMismatchError: the files come from different stores or checkpoints.
-        IncompleteStoreError: rows are missing.
-        StoreError: a file is damaged, or the engine has failed or has not returned each part once.
+        StoreError: a shard is damaged, or the engine has failed or has not returned each part once.
     """
-    k, m = checked_int(k, "k", 1, type_error=ValueError), len(targets.values)
-    function = partial(_score_parts, footers=Footers(), targets=targets, k=k, largest=largest)
-    found = _asked(engine, paths, function, lambda rows: m * min(k, rows))
-    return merge_top((table.select(TOP.names) for table in found), k, largest)
+    moved = [ScaledRows(one.values.cpu(), one.exponents) for one in targets]
+    function = partial(_extremes, list(shards), moved, k)
+    ends = TopK(k), TopK(k, largest=False)
+    for keys in _results(engine, function, len(shards[0]), torch.int64):
+        for end, found in zip(ends, keys.view(2, len(moved[0].values), -1), strict=True):
+            end.merge(found)
+    return ends
 
 
-def gram(engine: Engine, paths: Sequence[str | Path]) -> Gram:
-    """Compute XᵀX of an index in float64.
-
-    Matrices of the parts are added in the order of their rows, whatever the order in which they arrive.
+def gram_of_shards(engine: Engine, shards: ShardSet) -> Tensor:
+    """Compute XᵀX of a checkpoint as [`~hf_trak.scores.scorer.Scorer.gram`] does. All rows are read twice.
 
     Args:
-        engine, paths: as in [`best_rows`].
+        engine: where.
+        shards: the features.
 
     Returns:
-        [`~hf_trak.store.store.Gram`]: XᵀX `(k, k)`, its trace, and the number of rows.
+        XᵀX `(k, k)`, float64.
 
     Raises:
-        ValueError, ConfigMismatchError, IncompleteStoreError, StoreError: as [`best_rows`].
+        StoreError: as [`best_of_shards`].
     """
-    waiting: dict[int, Gram] = {}
-    total, following = None, 0
-    for table in _asked(engine, paths, partial(_gram_parts, footers=Footers()), lambda rows: 1):
-        for row in table.to_pylist():
-            values = np.frombuffer(bytearray(row["matrix"]))
-            matrix = torch.from_numpy(values.reshape(2 * [round(len(values) ** 0.5)]))
-            waiting[row[PART]] = Gram(matrix, row["trace"], row["n"])
-        while following in waiting:
-            total = _sum(total, waiting.pop(following))
-            following += 1
-    assert total is not None  # an index has rows
-    return total
+    count, k = len(shards), shards.width
+    largest = reduce(torch.maximum, _results(engine, partial(_squares, shards), count, torch.float64))
+    total = GramSum(largest, count)
+    for integers in _results(engine, partial(_integers, shards, largest), count, torch.float64):
+        total.integers += integers.view(k, k)
+    return total.result()
 
 
 def failed(engine: str, error: Exception) -> StoreError:
@@ -133,77 +124,57 @@ def failed(engine: str, error: Exception) -> StoreError:
     )
 
 
-def _asked(
-    engine: Engine,
-    paths: Sequence[str | Path],
-    function: Callable[[pa.Table], pa.Table],
-    expected: Callable[[int], int],
-) -> Iterator[pa.Table]:
-    """Yield results of an engine for tables; `expected` maps rows of a part to rows of its result."""
-    fragments = fragments_of(paths)
-    size = -(-len(fragments) // MOST_PARTS)
-    divided = [fragments[first : first + size] for first in range(0, len(fragments), size)]
-    rows = np.array([expected(sum(one.stop - one.start for one in part)) for part in divided])
-    kept = [[asdict(fragment) for fragment in part] for part in divided]
-    yield from counted(engine, function, pa.table({PART: np.arange(len(divided)), "fragments": kept}), rows)
+def _results(
+    engine: Engine, function: Callable[[Sequence[int]], Tensor], shards: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield what a function returns for parts of the shards, in any order, flat."""
+    size = -(-shards // MOST_PARTS)
+    first = np.arange(0, shards, size)
+    parts = pa.table({PART: np.arange(len(first)), "first": first, "stop": np.minimum(first + size, shards)})
+    for table in _counted(engine, partial(_applied, function), parts):
+        for value in table.column(_RESULT):
+            yield torch.frombuffer(bytearray(value.as_buffer()), dtype=dtype)
 
 
-def counted(
-    engine: Engine, function: Callable[[pa.Table], pa.Table], parts: pa.Table, rows: NDArray[np.int64]
-) -> Iterator[pa.Table]:
-    """Yield results of an engine, and count their rows.
-
-    Args:
-        engine: the engine.
-        function: a function of parts, whose results have their numbers in the column `PART`.
-        parts: the parts, with their numbers.
-        rows: how many rows the result of each part has.
+def _counted(engine: Engine, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:
+    """Yield results of an engine for parts, and count them: each has a row with its number.
 
     Raises:
         StoreError: as `Engine.map`; or a part was left out or returned twice.
     """
-    left = rows.copy()
+    left = np.ones(parts.num_rows, np.int64)
     for table in engine.map(function, parts):
-        numbers, counts = np.unique(table.column(PART).to_numpy(), return_counts=True)
-        left[numbers] -= counts
+        np.subtract.at(left, table.column(PART).to_numpy(), 1)
         yield table
     if wrong := np.flatnonzero(left).tolist():
         raise StoreError(
-            f"{type(engine).__name__} has returned {len(wrong)} of {len(left)} parts incompletely or twice, first "
-            f"part {wrong[0]}. Expected each once. Does it leave out what fails? Ask again without that."
+            f"{type(engine).__name__} has left out or repeated {len(wrong)} of {len(left)} parts, first part "
+            f"{wrong[0]}. Expected each once. Does it leave out what fails? Ask again without that."
         )
 
 
-def _sum(total: Gram | None, one: Gram) -> Gram:
-    if total is None:
-        return one
-    return Gram(total.matrix.add_(one.matrix), total.trace + one.trace, total.n + one.n)
+def _applied(function: Callable[[Sequence[int]], Tensor], parts: pa.Table) -> pa.Table:
+    found = [function(range(row["first"], row["stop"])).numpy().tobytes() for row in parts.to_pylist()]
+    return pa.table({PART: parts.column(PART), _RESULT: pa.array(found, pa.large_binary())})
 
 
-def _parts(parts: pa.Table) -> Iterator[tuple[int, list[Fragment]]]:
-    for row in parts.to_pylist():
-        yield row[PART], [Fragment(**one) for one in row["fragments"]]
+def _extremes(shards: list[ShardSet], targets: list[ScaledRows], k: int, indices: Sequence[int]) -> Tensor:
+    """Return the packed scores and rows from either end, `(2, m, min(k, rows))`."""
+    ends = TopK(k), TopK(k, largest=False)
+    for start, _, block in part_blocks(shards, indices, targets, mapped=False):
+        for end in ends:
+            end.update(start, block)
+    return torch.stack([end.keys() for end in ends])
 
 
-def _score_parts(parts: pa.Table, footers: Footers, targets: ScaledRows, k: int, largest: bool) -> pa.Table:
-    """Find the best rows of each part: columns of `TOP`, and the number of the part."""
-    found = [TOP.empty_table().append_column(PART, pa.array([], pa.int64()))]
-    for number, fragments in _parts(parts):
-        best = merge_top(
-            (score_batch(read_fragment(one, footers), targets, k, largest) for one in fragments), k, largest
-        )
-        found.append(best.append_column(PART, pa.array(np.full(len(best), number))))
-    return pa.concat_tables(found)
+def _squares(shards: ShardSet, indices: Sequence[int]) -> Tensor:
+    """Return the largest squared norms of columns within a shard, `(k,)`."""
+    return reduce(torch.maximum, (column_squares(one.grads, one.start) for one in shards.part(indices, mapped=False)))
 
 
-def _gram_parts(parts: pa.Table, footers: Footers) -> pa.Table:
-    """Compute XᵀX of each part, as the bytes of a matrix."""
-    schema = pa.schema([(PART, pa.int64()), ("n", pa.int64()), ("trace", pa.float64()), ("matrix", pa.large_binary())])
-    rows = []
-    for number, fragments in _parts(parts):
-        total = None
-        for fragment in fragments:
-            total = _sum(total, gram_batch(read_fragment(fragment, footers)))
-        assert total is not None  # a part has fragments
-        rows.append((number, total.n, total.trace, total.matrix.numpy().tobytes()))
-    return pa.table([list(column) for column in zip(*rows, strict=True)] or [[]] * 4, schema=schema)
+def _integers(shards: ShardSet, largest: Tensor, indices: Sequence[int]) -> Tensor:
+    """Return the integers of XᵀX, `(k, k)`."""
+    total = GramSum(largest, len(shards))
+    for shard in shards.part(indices, mapped=False):
+        total.add(shard.grads)
+    return total.integers

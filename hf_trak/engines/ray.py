@@ -1,7 +1,7 @@
 """Ray Data as an engine (the extra `ray`).
 
     ray.init()  # or a cluster
-    best = best_rows(RayEngine(num_cpus=1), ["index.parquet"], targets, 20)
+    attributor.features.scored_by = RayEngine(num_cpus=1)
 
 Every node needs hf_trak and the files under the same names. Resources are arguments of `ray.data.Dataset.map_batches`;
 tasks whose processes die are repeated by Ray, and others as `ray.data.DataContext` says.

@@ -1,6 +1,6 @@
 """Spark as an engine (the extra `spark`).
 
-    best = best_rows(SparkEngine(SparkSession.builder.getOrCreate()), ["index.parquet"], targets, 20)
+    attributor.features.scored_by = SparkEngine(SparkSession.builder.getOrCreate())
 
 Every executor needs hf_trak and the files under the same names. Resources and repeated tasks are as the session's
 configuration says: `spark.task.cpus`, `spark.task.maxFailures`.

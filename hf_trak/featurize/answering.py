@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from hf_trak.engines.engine import Engine
-from hf_trak.engines.stores import best_of_shards, gram_of_shards
+from hf_trak.engines.engine import Engine, best_of_shards, gram_of_shards
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question

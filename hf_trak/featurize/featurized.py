@@ -171,7 +171,7 @@ class FeaturizedModel:
         self.revision = revision
         self.trainer = trainer
         self.scored_by: Engine | None = None
-        """Finds the best rows of the index in the place of this process, see `hf_trak.engines.stores`."""
+        """Finds the best rows of the index in the place of this process, see `hf_trak.engines.engine`."""
         self._train_fingerprint: str | None = None
         self._rate: float | None = None
         self._store = store

@@ -10,11 +10,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import ray
-from digits import attributor, data, train
+from digits import Network, attributor, data, train
 
-from hf_trak.engines.engine import best_rows
+from hf_trak import TrakAttributor
 from hf_trak.engines.ray import RayEngine
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.tables import write_table
@@ -62,11 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
     actors = ray.data.ActorPoolStrategy(size=args.workers)
     parts.map_batches(Featurizer, fn_constructor_args=given, batch_size=1, compute=actors).materialize()
     parts.map_batches(write_tables, fn_args=given, batch_size=1).materialize()  # once all features are there
-    ready = attributor(directory)
-    targets = ready.features.precondition(ready.features.question(data()[1])).rows[0]
-    best = best_rows(RayEngine(num_cpus=1), [directory / "tables"], targets, args.top_k)
-    pq.write_table(best, directory / "best.parquet")
-    print(f"{best.num_rows} rows: the best {args.top_k} of each target, in {directory / 'best.parquet'}")
+    where = {"checkpoints": {0: directory / "model.safetensors"}, "output_dir": str(directory / "answers")}
+    ready = TrakAttributor.from_pretrained(str(directory / "tables"), Network(), use_cpu=True, **where)
+    ready.features.scored_by = RayEngine(num_cpus=1)
+    scored = ready.attribute(data()[1], top_k=args.top_k)
+    scored.to_parquet(directory / "best.parquet")
+    print(f"The best {args.top_k} rows of {len(scored)} targets: {directory / 'best.parquet'}")
 
 
 if __name__ == "__main__":

@@ -484,7 +484,7 @@ def test_scaling(place: Path) -> None:
         expected = attributor.attribute(namespace["eval_dataset"], top_k=20)["trak_indices"][:]
         assert namespace["best"].column("row_id").to_numpy().reshape(3, 20).tolist() == expected
 
-    checks = {"part=(quarter, 4)": other_jobs, "best_rows": same_rows}
+    checks = {"part=(quarter, 4)": other_jobs, "score_batch": same_rows}
     run_page("docs/scaling.md", namespace, hf_trak_command, checks=checks)
     assert_documented(place / "trak", "trak")
 

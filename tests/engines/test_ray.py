@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from engine_runs import TableIndex, check_answers, check_killed, damage, table_index
 
-from hf_trak.engines.engine import best_rows
 from hf_trak.errors import StoreError
 
 ray: Any = pytest.importorskip("ray")
@@ -39,15 +38,8 @@ def engine() -> Iterator[Any]:
         ray.shutdown()
 
 
-def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
-    check_answers(engine, index)
-
-
-def test_attributors_ask_it_about_tables(engine: Any, index: TableIndex, tmp_path: Path) -> None:
-    ready = index.asked(engine, output_dir=str(tmp_path))
-    here = index.asked(output_dir=str(tmp_path / "here"))
-    grams = [one.features.store.read_gram(0) for one in (ready, here)]
-    assert grams[0].matrix.equal(grams[1].matrix)
+def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_answers(engine, index, tmp_path)
 
 
 def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
@@ -58,7 +50,7 @@ def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path)
     shutil.copytree(index.directory, tmp_path / "tables")
     path = damage(tmp_path / "tables")
     with pytest.raises(StoreError, match=rf"Ray has given up a part .*StoreError: {path} cannot be used"):
-        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
+        index.asked(engine, tmp_path / "tables", output_dir=str(tmp_path / "asked"))
 
 
 def test_parts_that_ray_leaves_out_are_missed(
@@ -67,5 +59,5 @@ def test_parts_that_ray_leaves_out_are_missed(
     shutil.copytree(index.directory, tmp_path / "tables")
     damage(tmp_path / "tables")
     monkeypatch.setattr(ray.data.DataContext.get_current(), "max_errored_blocks", 1)
-    with pytest.raises(StoreError, match="RayEngine has returned 1 of 9 parts incompletely"):
-        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
+    with pytest.raises(StoreError, match="RayEngine has left out or repeated 1 of 9 parts"):
+        index.asked(engine, tmp_path / "tables", output_dir=str(tmp_path / "asked"))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from engine_runs import TableIndex, check_answers, check_killed, damage, table_index
 
-from hf_trak.engines.engine import best_rows
 from hf_trak.errors import StoreError
 
 sql: Any = pytest.importorskip("pyspark.sql")
@@ -45,8 +44,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         session.stop()
 
 
-def test_answers_are_those_of_attribute(engine: Any, index: TableIndex) -> None:
-    check_answers(engine, index)
+def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_answers(engine, index, tmp_path)
 
 
 def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
@@ -57,4 +56,4 @@ def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path)
     shutil.copytree(index.directory, tmp_path / "tables")
     path = damage(tmp_path / "tables")
     with pytest.raises(StoreError, match=rf"Spark has given up a part .*StoreError: {path} cannot be used"):
-        best_rows(engine, [tmp_path / "tables"], index.targets, 1)
+        index.asked(engine, tmp_path / "tables", output_dir=str(tmp_path / "asked"))

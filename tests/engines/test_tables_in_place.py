@@ -1,8 +1,9 @@
-"""Tables asked where they are: the bits of `attribute` from shards, from disk and from a server, by any engine."""
+"""Tables asked in place: the bits of `attribute` from shards, from disk and a server, by any engine and division."""
 
 import functools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from doc_examples import sentences, tiny_bert
-from engine_runs import TOP_K, N, Shuffling, TableIndex, damage, exam, table_index
+from engine_runs import FILES, TOP_K, N, Shuffling, TableIndex, check_answers, damage, exam, table_index
 from hub_server import Fault, Hub, client, hub
 
 from hf_trak import Exact, Index, TrakAttributor, TrakConfig
 from hf_trak.engines import engine as engine_module
 from hf_trak.engines.engine import Engine, LocalEngine
+from hf_trak.engines.ray import RayEngine
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
 from hf_trak.store.sealed import sealed_bytes, unsealed
-from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import FACTS, fragments_of
 from hf_trak.store.tables import write_table
 
 __all__ = ["client", "hub"]  # fixtures
+
+
+Function = Callable[[pa.Table], pa.Table]
 
 
 @functools.cache
@@ -46,10 +50,10 @@ def index(request: pytest.FixtureRequest, place: Path) -> TableIndex:
 
 @pytest.mark.parametrize("engine", [None, LocalEngine(), Shuffling()])
 def test_answers_are_those_of_the_shards(engine: Engine | None, index: TableIndex, tmp_path: Path) -> None:
-    ready = index.asked(engine, output_dir=str(tmp_path))
-    found, shards = ready.features.store.read_gram(0), FeatureStore.load(index.directory.parent / "trak").read_gram(0)
-    assert found is not None and shards is not None
-    assert found.matrix.equal(shards.matrix) and found.trace == shards.trace
+    if engine is None:
+        index.asked(output_dir=str(tmp_path))
+    else:
+        check_answers(engine, index, tmp_path)
     assert not list(tmp_path.rglob("train-*"))
 
 
@@ -98,6 +102,89 @@ def test_an_engine_does_what_it_can_or_nothing(place: Path, tmp_path: Path) -> N
     scored = ready.attribute(exam(), top_k=TOP_K, method=Index(first_pass_bytes=32, candidates=N))
     assert scored["trak_scores"][:] == index.best[True][1]
     assert len(ready.attribute(exam(), top_k=None)["trak_scores"][0]) == N
+
+
+class Losing:
+    """Leaves out the result of a part, as engines do that are told to go on after errors, or returns one twice."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def map(self, function: Function, parts: pa.Table) -> Iterator[pa.Table]:
+        for part in range(parts.num_rows):
+            yield from [function(parts.slice(part, 1))] * (self.times if part == 3 else 1)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_each_part_is_counted(times: int, place: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"Losing has left out or repeated 1 of 9 parts, first part 3"):
+        made("int4", place).asked(Losing(times), output_dir=str(tmp_path))
+
+
+def shuffled(place: Path) -> None:
+    table = pq.read_table(place / "1.parquet")
+    pq.write_table(table.take(list(reversed(range(0, table.num_rows, 2)))), place / "1.parquet")
+
+
+def swapped(place: Path) -> None:
+    """Two rows in the wrong places, which no footer says."""
+    table = pq.read_table(place / "1.parquet")
+    pq.write_table(table.take([1, 0, *range(2, table.num_rows)]), place / "1.parquet")
+
+
+def of_another_run(place: Path) -> None:
+    path = place / "1.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata(pq.read_schema(place.parent / "other/0.parquet").metadata), path)
+
+
+def plain(place: Path) -> None:
+    path = place / "1.parquet"
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file less": (lambda place: (place / "1.parquet").unlink(), "After row 48 of 60, the 3 tables .* have row 60"),
+    "a file in the middle less": (lambda place: (place / "3.parquet").unlink(), "have row"),
+    "a file twice": (
+        lambda place: shutil.copy(place / "1.parquet", place / "again.parquet"),
+        "Expected each row once",
+    ),
+    "some rows only": (shuffled, "1.parquet cannot be used: `row_id` of its row group 0 does not count up"),
+    "rows in another order": (swapped, "1.parquet cannot be used: its row group 0 has not rows"),
+    "tables of another run": (of_another_run, "different stores or checkpoints"),
+    "no metadata": (plain, "1.parquet cannot be used: its metadata do not say"),
+    "a changed bit": (damage, "2.parquet cannot be used"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_what_is_not_the_whole_index_is_refused(dtype: str, case: str, place: Path, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    index = made(dtype, place)
+    shutil.copytree(index.directory, tmp_path / "tables")
+    if case == "tables of another run":
+        shutil.copytree(made("bfloat16", place).directory, tmp_path / "other")
+    change(tmp_path / "tables")
+    with pytest.raises((HfTrakError, ValueError), match=message):
+        index.asked(LocalEngine(), tmp_path / "tables", output_dir=str(tmp_path / "work"))
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`RayEngine` needs Ray Data\. Install it"):
+        RayEngine()
+
+
+def test_files_and_directories_are_named_together(place: Path, tmp_path: Path) -> None:
+    index = made("int4", place)
+    files = sorted(index.directory.iterdir())
+    assert len(files) == FILES
+    assert fragments_of(files[::-1]) == fragments_of([index.directory])
+    assert [one.start for one in fragments_of(files)] == list(range(0, N, 7))
+    with pytest.raises(ValueError, match="Expected tables of a checkpoint"):
+        fragments_of([tmp_path])
 
 
 def test_other_models_and_other_directories_are_refused(place: Path, tmp_path: Path) -> None:

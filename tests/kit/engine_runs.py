@@ -1,9 +1,10 @@
 """An index as tables in several files, with the answers of `attribute`; and functions whose processes die."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pyarrow.parquet as pq
 from doc_examples import sentences, tiny_bert
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.engines.engine import Engine, LocalEngine, best_rows, gram
-from hf_trak.scores.streaming import ScaledRows
+from hf_trak.engines.engine import Engine
+from hf_trak.store.store import FeatureStore
 from hf_trak.store.tables import write_table
 
 N, M, TOP_K, SHARD = 60, 4, 5, 7
@@ -24,11 +25,10 @@ FILES = 4
 
 @dataclass
 class TableIndex:
-    """Tables in a directory, the model, preconditioned targets, and the best rows `(rows, scores)` from either end."""
+    """Tables in a directory, the model, and the best rows `(rows, scores)` from either end."""
 
     directory: Path
     model: Any
-    targets: ScaledRows
     best: dict[bool, tuple[Any, Any]]
 
     def asked(self, engine: Engine | None = None, tables: Any = None, **options: Any) -> TrakAttributor:
@@ -66,10 +66,9 @@ def table_index(place: Path, dtype: str) -> TableIndex:
     attributor = TrakAttributor(model, config, rows).featurize()
     scored = attributor.attribute(exam(), top_k=TOP_K)
     best = {largest: (scored[f"{name}_indices"][:], scored[f"{name}_scores"][:]) for largest, name in ENDS}
-    targets = attributor.features.precondition(attributor.features.question(exam())).rows[0]
     whole = write_table(attributor.features.store, 0, place / "whole.parquet", rows.select_columns(["source"]))
     divide(whole, place / "tables")
-    return TableIndex(place / "tables", model, targets, best)
+    return TableIndex(place / "tables", model, best)
 
 
 def divide(path: Path, directory: Path) -> None:
@@ -85,13 +84,11 @@ def divide(path: Path, directory: Path) -> None:
                     writer.write_table(file.read_row_group(group))
 
 
-def check_answers(engine: Engine, index: TableIndex) -> None:
-    """Compare the answers of an engine with those of `attribute`, and with the Gram matrix of this process."""
-    for largest, (rows, scores) in index.best.items():
-        best = best_rows(engine, [index.directory], index.targets, TOP_K, largest)
-        assert best.column("row_id").to_numpy().reshape(M, TOP_K).tolist() == rows
-        assert best.column("score").to_numpy().reshape(M, TOP_K).tolist() == scores
-    found, expected = gram(engine, [index.directory]), gram(LocalEngine(), [index.directory])
+def check_answers(engine: Engine, index: TableIndex, place: Path) -> None:
+    """Compare the answers of an engine and its Gram matrix with those of the shards, in a directory of their own."""
+    found = index.asked(engine, output_dir=str(place)).features.store.read_gram(0)
+    expected = FeatureStore.load(index.directory.parent / "trak").read_gram(0)
+    assert found is not None and expected is not None
     assert found.matrix.equal(expected.matrix) and (found.trace, found.n) == (expected.trace, N)
 
 
@@ -122,10 +119,16 @@ class Dying:
 
     engine: Engine
     place: Path
-    moments: Mapping[int, str]
+    moments: Mapping[tuple[int, int], str]
+    """By the number of the question to the engine, and the part."""
+    questions: Iterator[int] = field(default_factory=itertools.count)
 
     def map(self, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:
-        return self.engine.map(DyingFunction(function, self.place, self.moments, os.getpid()), parts)
+        asked = next(self.questions)
+        moments = {part: moment for (question, part), moment in self.moments.items() if question == asked}
+        dying = DyingFunction(function, self.place / str(asked), moments, os.getpid())
+        dying.place.mkdir()
+        return self.engine.map(dying, parts)
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,14 @@ class DyingFunction:
 
 
 def check_killed(engine: Engine, index: TableIndex, place: Path, kills: int) -> None:
-    """Compare the answers of an engine whose processes are killed at random moments."""
+    """Compare the answers of an engine whose processes are killed at random moments.
+
+    It is asked three times: for the scales of the columns, the Gram matrix, and the best rows.
+    """
     rng = np.random.default_rng(0)
-    parts = rng.choice(9, kills, replace=False).tolist()
-    moments = {part: str(rng.choice(["before", "after"])) for part in parts}
-    best = best_rows(Dying(engine, place, moments), [index.directory], index.targets, TOP_K)
-    assert sorted(int(path.name) for path in place.iterdir()) == sorted(parts)
-    assert best.column("row_id").to_numpy().reshape(M, TOP_K).tolist() == index.best[True][0]
-    assert best.column("score").to_numpy().reshape(M, TOP_K).tolist() == index.best[True][1]
+    chosen = [divmod(int(one), 9) for one in rng.choice(3 * 9, kills, replace=False)]
+    moments = {one: str(rng.choice(["before", "after"])) for one in chosen}
+    died = place / "died"
+    died.mkdir()
+    check_answers(Dying(engine, died, moments), index, place / "asked")
+    assert {(int(path.parent.name), int(path.name)) for path in died.glob("*/*")} == set(chosen)

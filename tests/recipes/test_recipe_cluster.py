@@ -40,8 +40,8 @@ def test_two_workers_compute_what_one_process_does(tmp_path: Path) -> None:
         assert (tmp_path / "trak/checkpoint-0" / path.name).read_bytes() == path.read_bytes()
     scored = one.attribute(module.data()[1], top_k=5)
     best = pq.read_table(tmp_path / "best.parquet")
-    assert best.column("row_id").to_numpy().reshape(10, 5).tolist() == scored["trak_indices"][:]
-    assert best.column("score").to_numpy().reshape(10, 5).tolist() == scored["trak_scores"][:]
+    for name in ("trak_indices", "trak_scores"):
+        assert best.column(name).to_pylist() == scored[name][:]
     tables = [pq.read_table(path) for path in sorted((tmp_path / "tables").iterdir())]
     assert [label for table in tables for label in table["labels"].to_pylist()] == module.data()[0]["labels"][
         :
