@@ -1,6 +1,7 @@
 """What a batch of the models of `gpu_models.py` makes a GPU do, counted on a CPU: launches, waits, bytes, operations.
 
     python benchmarks/gpu_counts.py
+    python benchmarks/gpu_counts.py --roofline
 
 Tensors have shapes and no numbers, so that models have their real sizes; token ids alone are drawn, since they decide
 which blocks exist. A plain step (forward, backward) and featurizing are counted after a first batch, in bfloat16, by
@@ -10,11 +11,16 @@ The roofline takes a launch for as long as its operations at 400 TFLOP/s or its 
 what an H200 reaches in practice. Nothing stays in a cache, and kernels follow one another at once. The host takes 25
 microseconds for each launch, the least that was measured on the virtual machine of `pages/gpu.md`, and Python beside
 it is left out. A batch takes as long as the slower of the two.
+
+`--roofline` takes language models of three sizes at three lengths, batches of as many tokens as the page has, and says
+what bounds each: the host, or on the GPU the launches that are bound by operations or those that are bound by bytes,
+whichever take longer together. Its last column is what `hf-trak estimate --device h200` says, which counts the plain
+step alone and adds the gradients by their sizes.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,24 +28,56 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu_models import MODELS, Model
+from gpu_models import MODELS, Model, next_token_loss
 from gpu_steps import features, train_step
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_trak.featurize.batch_counts import featurizing_counts
+from hf_trak.featurize.roofline import Roofline
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector
+from hf_trak.runtime.counting import Counting, Counts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kit"))
-from device_counts import Counting, Counts, as_on_a_gpu
-
-FLOPS, BYTES, SECONDS_PER_LAUNCH = 400e12, 3.8e12, 25e-6
-"""Operations and bytes per second of an H200, and what a launch takes the host."""
+from device_counts import as_on_a_gpu
 
 K = 4096
+
+LENGTHS = (128, 512, 1024)
+
+_LLAMA = {"vocab_size": 128_256, "use_cache": False}
+ROOFLINE: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig, int]] = {
+    "GPT-2": (GPT2LMHeadModel, GPT2Config(use_cache=False), 8192),
+    "Llama 1B": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            tie_word_embeddings=True,
+            **_LLAMA,
+        ),
+        4096,
+    ),
+    "Llama 8B": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            **_LLAMA,
+        ),
+        4096,
+    ),
+}
+"""Language models by name: class, configuration, and the tokens of a batch."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +99,14 @@ class Counted:
     featurized: Counts
 
 
-def gpu_seconds(counts: Counts) -> float:
-    """Bound the time on the GPU from below by the roofline of every launch."""
-    return sum(max(size / BYTES, flops / FLOPS) for size, flops in counts.work)
-
-
 def moved(counts: Counts) -> int:
     """Count the bytes that are read and written."""
     return counts.read.total() + counts.written.total()
 
 
-def host_seconds(counts: Counts) -> float:
-    """Bound the time on the host from below by its launches."""
-    return counts.launches.total() * SECONDS_PER_LAUNCH
+def bound(counts: Counts, size: int) -> Roofline:
+    """Bound the time of a batch of some rows on an H200."""
+    return Roofline.of(counts, size, "h200")
 
 
 def counted(make: Callable[[], Model]) -> Counted:
@@ -118,11 +151,51 @@ def layers(model: nn.Module) -> int:
     return sum(any(p.requires_grad for p in module.parameters(recurse=False)) for module in model.modules())
 
 
+def print_roofline(names: Iterable[str]) -> None:
+    """Print rows per second, and what bounds them, of language models at several lengths."""
+    print(
+        "| | tokens | B | parameters | launches | TFLOP | GB | host, ms | memory, ms | arithmetic, ms | ÷ plain "
+        "| bound by | rows/s | `estimate` |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for name in names:
+        for length in LENGTHS:
+            made = partial(language_model, name, length)
+            found = counted(made)
+            ours, plain = bound(found.featurized, found.size), bound(found.plain, found.size)
+            print(
+                f"| {name} | {length:,} | {found.size} | {found.gradients / 2e9 / found.size:.2f}B "
+                f"| {ours.launches:,} | {found.featurized.flops / 1e12:.1f} | {moved(found.featurized) / 1e9:,.0f} "
+                f"| {ours.host * 1e3:.0f} | {ours.memory * 1e3:.0f} | {ours.arithmetic * 1e3:.0f} "
+                f"| {plain.rows_per_second / ours.rows_per_second:.2f} | {ours.bound} | {ours.rows_per_second:,.0f} "
+                f"| {estimated(made).rows_per_second:,.0f} |",
+                flush=True,
+            )
+
+
+def language_model(name: str, length: int) -> Model:
+    """Make a model of the roofline and a batch of rows of some tokens."""
+    kind, config, tokens = ROOFLINE[name]
+    return kind(config), torch.empty(tokens // length, length, dtype=torch.int64), next_token_loss
+
+
+def estimated(make: Callable[[], Model]) -> Roofline:
+    """Bound the time of a batch as `estimate` does, from a plain step and the sizes of the gradients."""
+    with torch.device("meta"):
+        model, data, output_fn = make()
+    batch = torch.zeros(data.shape, dtype=data.dtype)
+    layout = ParameterLayout.from_model(model)
+    return bound(featurizing_counts(model.eval(), function_task(output_fn, model), (batch,), layout), len(batch))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="NAME")
     parser.add_argument("--operators", action="store_true", help="print what is launched, too")
+    parser.add_argument("--roofline", nargs="*", choices=list(ROOFLINE), metavar="NAME", help="language models")
     args = parser.parse_args()
+    if args.roofline is not None:
+        print_roofline(args.roofline or ROOFLINE)
+        return
     print(
         "| | B | launches | more per layer | waits | TFLOP | GB | gradients, GB | GPU, ms | host, ms | rows/s |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|"
@@ -131,13 +204,13 @@ def main() -> None:
         found = counted(MODELS[name])
         plain, ours = found.plain, found.featurized
         launches, before = ours.launches.total(), plain.launches.total()
-        gpu, host = gpu_seconds(ours), host_seconds(ours)
+        before_it, with_it = bound(plain, found.size), bound(ours, found.size)
         print(
             f"| {name} | {found.size} | {before} → {launches} | {(launches - before) / found.layers:.1f} "
             f"| {plain.waits.total()} → {ours.waits.total()} | {plain.flops / 1e12:.1f} → {ours.flops / 1e12:.1f} "
             f"| {moved(plain) / 1e9:.0f} → {moved(ours) / 1e9:.0f} | {found.gradients / 1e9:.1f} "
-            f"| {gpu_seconds(plain) * 1e3:.0f} → {gpu * 1e3:.0f} "
-            f"| {host_seconds(plain) * 1e3:.0f} → {host * 1e3:.0f} | {found.size / max(gpu, host):.0f} |",
+            f"| {before_it.gpu * 1e3:.0f} → {with_it.gpu * 1e3:.0f} "
+            f"| {before_it.host * 1e3:.0f} → {with_it.host * 1e3:.0f} | {with_it.rows_per_second:.0f} |",
             flush=True,
         )
         if args.operators:

@@ -12,6 +12,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.featurize.cluster import cluster_cost
 from hf_trak.featurize.estimate import estimate
 from hf_trak.featurize.estimation import estimate_sizes
+from hf_trak.featurize.roofline import DeviceName
 
 
 @dataclass
@@ -27,6 +28,7 @@ class EstimateArguments(MethodArguments):
     nodes: int | None = option("Number of machines: adds what the index takes on them.", None)
     read_bandwidth: float = option("Bytes that a machine reads per second; 5 GB from an NVMe drive.", 5e9)
     price_per_hour: float | None = option("Price of a machine for an hour.", None)
+    device: DeviceName | None = option("A GPU that is not there, to bound the time from one batch.", None)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -48,17 +50,18 @@ def run(argv: Sequence[str]) -> None:
         "processes": amounts.num_processes,
         "method": amounts.chosen(),
     }
+    timing = {"measure": amounts.measure, "device": amounts.device}
     if data.dataset_name is not None:
         found = load_training(model_args, data)
         size = amounts.train_size or len(found.rows)
         result = estimate(
             found.model,
-            found.rows if amounts.measure else size,
+            found.rows if amounts.measure or amounts.device else size,
             trak,
-            measure=amounts.measure,
             data_collator=found.preparation.collator,
             processing_class=found.preparation.processing_class,
             task=found.task,
+            **timing,
             **options,
         )
         model = found.model
@@ -69,13 +72,14 @@ def run(argv: Sequence[str]) -> None:
                 "training rows, or their number."
             )
         model = load_model(model_args.model_name_or_path, model_args.model_revision, model_args.task)
-        result = estimate(model, amounts.train_size, trak, **options)
+        result = estimate(model, amounts.train_size, trak, **timing, **options)
     rate = result.rows_per_second or amounts.rows_per_second
     if rate is not None:
         if not (math.isfinite(rate) and rate > 0):
             raise ValueError(f"`rows_per_second` is {rate}. Expected a rate above 0, or none.")
         size = amounts.train_size or result.train_size
-        result = estimate_sizes(model, size, trak, rows_per_second=rate, **options)
+        sizes = estimate_sizes(model, size, trak, rows_per_second=rate, **options)
+        result = dataclasses.replace(sizes, roofline=result.roofline)
     content = {**dataclasses.asdict(result), "disk_bytes": result.disk_bytes, "seconds": result.seconds}
     lines = str(result).splitlines()
     if amounts.nodes is not None:

@@ -13,6 +13,7 @@ from hf_trak.curvature.curvature import LARGEST_SIDE, PARTS, ROWS_PER_PART
 from hf_trak.curvature.observation import SMALLEST_SIDE
 from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
+from hf_trak.featurize.roofline import Roofline
 from hf_trak.gradient_computers.layout import ParameterLayout, ParameterSlot
 from hf_trak.identity.model_identity import model_identity
 from hf_trak.methods import Combination, Exact, Index, Method, Replay, Rerank, checked_method
@@ -184,13 +185,15 @@ class Estimate:
     alternatives: tuple[SolverCost, ...]
     """The other solvers, with their defaults."""
     rows_per_second: float | None
-    """Rows that one process featurizes per second, where it was measured."""
+    """Rows that one process featurizes per second, where it was measured, or at most, where it was bounded."""
     stages: dict[str, Cost]
     """`"settings"` (what describes the store), `"features"` and `"targets"` (to featurize), `"solver"` (the ridge
     regression) and, where they are asked for, `"curvature"` (to fit it), `"exact targets"` (to precondition them),
     `"exact scores"`, `"rerank"`, `"refine"`, `"moments"` (of gradients) and `"replay"`."""
     largest_share: FitCost | None = None
     """Cost of the curvature of the parameter that takes most, for one checkpoint."""
+    roofline: Roofline | None = None
+    """What bounds the time on a GPU that is not there."""
 
     @property
     def disk_bytes(self) -> int:
@@ -212,6 +215,8 @@ class Estimate:
         if self.seconds is not None:
             each = f" on each of {self.processes} processes" if self.processes > 1 else ""
             lines.append(f"time: {duration(self.seconds)} at {self.rows_per_second:,.1f} rows/s{each}")
+        if self.roofline is not None:
+            lines.append(str(self.roofline))
         table: list[tuple[str, ...]] = [("stage", "disk", "meanwhile", "memory", "row passes", "time")]
         for name, one in self.stages.items():
             sizes = (byte_size(size) if size else "" for size in (one.disk, one.scratch, one.memory))

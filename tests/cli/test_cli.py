@@ -260,6 +260,8 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     assert promised["features"] + promised["solver"] == pytest.approx(written, rel=0.1)
     assert (printed["train_size"], printed["seconds"]) == (N_TRAIN, None)
     assert answer("estimate", *config, "--measure")["seconds"] > 0
+    bound = answer("estimate", *config, "--device", "h200")
+    assert bound["seconds"] > 0 and bound["roofline"]["launches"] > 0
     model = ["--model", str(home / "model"), "--train_size", "1000000", "--proj_dim", "8192"]
     assert (
         answer("estimate", *model, "--feature_dtype", "float32")["stages"]["features"]["disk"] > 1_000_000 * 8192 * 4

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_counts import Counting, Counts, as_on_a_gpu
+from device_counts import as_on_a_gpu
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from hf_trak.projectors import make_projector
+from hf_trak.runtime.counting import Counting, Counts
 
 
 def counts_of(program: Callable[[], object]) -> Counts:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_counts import Counting, Counts, as_on_a_gpu
+from device_counts import as_on_a_gpu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -29,12 +29,14 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from hf_trak.featurize.batch_counts import featurizing_counts
 from hf_trak.gradient_computers import HookedGradientComputer
 from hf_trak.gradient_computers.hooked.rules import embedding, linear
 from hf_trak.gradient_computers.hooked.workspace import OuterBlock
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.gradient_computers.per_sample import function_task
 from hf_trak.projectors import make_projector
+from hf_trak.runtime.counting import Counting, Counts
 
 Case = tuple[nn.Module, dict[str, Tensor], Callable[[Any, Any], Tensor]]
 
@@ -205,6 +207,15 @@ def test_products_cost_as_many_operations_as_those_of_plain_weight_gradients() -
     for case in (gpt2, lora_llama):
         _, ours, theirs = both(case)
         assert ours.total.flops == theirs.total.flops
+
+
+@pytest.mark.parametrize("case", [gpt2, bert, vit, lora_llama])
+def test_estimates_foretell_what_the_engine_launches(case: Callable[[], Case]) -> None:
+    model, ours, _ = both(case)
+    _, batch, output_fn = case()
+    found = featurizing_counts(model, function_task(output_fn, model), batch, ParameterLayout.from_model(model))
+    assert found.launches.total() == pytest.approx(ours.total.launches.total(), rel=0.15)
+    assert found.flops == pytest.approx(ours.total.flops, rel=0.01)
 
 
 def with_item(values: Tensor, trailing: int = 1) -> Tensor:
