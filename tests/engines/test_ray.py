@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import TableIndex, check_answers, check_killed, damage, table_index
+from engine_runs import TableIndex, check_answers, check_command, check_killed, damage, table_index
 
 from hf_trak.errors import StoreError
 
@@ -40,6 +40,10 @@ def engine() -> Iterator[Any]:
 
 def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_answers(engine, index, tmp_path)
+
+
+def test_the_command_line_asks_it(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_command("ray", index, tmp_path)
 
 
 def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:

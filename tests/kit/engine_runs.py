@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 from doc_examples import sentences, tiny_bert
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.cli.main import main
 from hf_trak.engines.engine import Engine
+from hf_trak.report.run import AttributionRun
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.tables import write_table
 
@@ -102,6 +104,18 @@ def damage(directory: Path) -> Path:
     content[first + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)
     return path
+
+
+def check_command(engine: str, index: TableIndex, place: Path) -> None:
+    """Have the command line ask an engine about tables, and compare the answer with that of the shards."""
+    index.model.save_pretrained(place / "model")
+    exam().save_to_disk(place / "exam")
+    asked = ["--index", f"{index.directory}", "--model", f"{place}/model", "--eval_dataset", f"{place}/exam"]
+    options = ["--scored_by", engine, "--top_k", str(TOP_K), "--output_dir", f"{place}/work", "--use_cpu"]
+    assert main(["attribute", *asked, *options]) == 0
+    scored = AttributionRun.load(place / "work/scores/targets").scored
+    for largest, name in ENDS:
+        assert (scored[f"{name}_indices"][:], scored[f"{name}_scores"][:]) == index.best[largest]
 
 
 class Shuffling:
