@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hf_trak.cli.parser import DataArguments, OutputArguments, answer, option, parse_yaml_and_args
 from hf_trak.cli.record import is_copy, remembered
 from hf_trak.store.store import FeatureStore
-
-SUFFIX = ".parquet"
 
 
 @dataclass
@@ -17,6 +16,7 @@ class ExportArguments:
 
     output_dir: str = option("Directory of the store, or of tables (or one of them); may stand first.")
     to: str = option("Directory of the result, which does not exist yet.")
+    format: Literal["parquet", "lance"] = option("Of the tables; Lance needs the extra `lance`.", "parquet")
     columns: list[str] | None = option("Columns of the training rows to write beside the features.", None)
 
 
@@ -29,29 +29,29 @@ def run(argv: Sequence[str]) -> None:
     """
     kinds = (ExportArguments, DataArguments, OutputArguments)
     description = (
-        "Write the features of a store as Parquet files, one for each checkpoint, or the store that such files came "
+        "Write the features of a store as tables, one for each checkpoint, or the store that tables came "
         "from, to the bit. Training rows are by default those that `hf-trak featurize` has recorded in output_dir."
     )
     args, data, output = parse_yaml_and_args(kinds, argv, prog="hf-trak export", description=description)
     source, to = Path(args.output_dir), Path(args.to)
     if to.exists():
         raise ValueError(f"`to` is {args.to!r}, which exists. Expected a directory that does not. Name another one.")
-    tables = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
+    tables = _tables(source)
     if (source / FeatureStore.CONFIG_FILE).exists() or not tables:
         if args.columns is not None and not is_copy(args.output_dir):
             data = parse_yaml_and_args(kinds, argv, defaults=remembered(args.output_dir))[1]
-        found = _write(FeatureStore.load(source), to, args.columns, data)
+        found = _write(FeatureStore.load(source), to, args, data)
     else:
         found = _read(tables, to, args.columns)
     content = {"output_dir": args.to, "checkpoints": found.model_ids, "train_rows": found.train_size}
     answer(content, [f"Exported: {args.to}, {found.train_size} rows, checkpoints {found.model_ids}"], output.json)
 
 
-def _write(store: FeatureStore, to: Path, names: list[str] | None, data: DataArguments) -> FeatureStore:
+def _write(store: FeatureStore, to: Path, args: ExportArguments, data: DataArguments) -> FeatureStore:
     from hf_trak.store.atomic import atomic_directory
     from hf_trak.store.tables import write_table
 
-    columns = None
+    columns, names = None, args.columns
     if names is not None:
         if data.dataset_name is None:
             raise ValueError(f"`columns` is {names}, and no training rows are known. Expected `--train_dataset`.")
@@ -63,8 +63,15 @@ def _write(store: FeatureStore, to: Path, names: list[str] | None, data: DataArg
         columns = rows.select_columns(names)
     with atomic_directory(to) as place:
         for model_id in store.model_ids:
-            write_table(store, model_id, place / f"checkpoint-{model_id}{SUFFIX}", columns)
+            write_table(store, model_id, place / f"checkpoint-{model_id}.{args.format}", columns)
     return store
+
+
+def _tables(source: Path) -> list[Path]:
+    """List tables in a directory, or the one that it is."""
+    from hf_trak.store.table_files import SUFFIXES, tables_in
+
+    return tables_in(source) if source.is_dir() and source.suffix not in SUFFIXES else [source]
 
 
 def _read(tables: list[Path], to: Path, names: list[str] | None) -> FeatureStore:

@@ -35,7 +35,7 @@ from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.store import FeatureStore
-from hf_trak.store.table_files import SUFFIX, is_address
+from hf_trak.store.table_files import SUFFIXES, is_address, tables_in
 from hf_trak.store.table_files import shown as shown_path
 from hf_trak.store.table_store import Tables, TableStore
 from hf_trak.weights.checkpoints import Checkpoint, fingerprint_state_dict
@@ -222,12 +222,12 @@ def _open_store(
 
 
 def _are_tables(name: str) -> bool:
-    """Tell whether an index is given as tables: an address, a Parquet file, or a directory of such."""
+    """Tell whether an index is given as tables: an address, a Parquet file, a Lance table, or a directory of such."""
     path = Path(name)
-    if is_address(name) or (path.is_file() and path.suffix == SUFFIX):
+    if is_address(name) or (path.exists() and path.suffix in SUFFIXES):
         return True
     records = (MANIFEST_FILE, FeatureStore.CONFIG_FILE)
-    return any(path.glob(f"*{SUFFIX}")) and not any((path / record).exists() for record in records)
+    return bool(tables_in(path)) and not any((path / record).exists() for record in records)
 
 
 def _open_tables(name: str, output_dir: str | None) -> TableStore:

@@ -232,9 +232,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: Identity,
         StoreError: the file cannot be written.
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    header = sealed({**extra, "identity": dict(identity), "tensors": checksums(tensors)})
+    header = header_of(tensors, identity, **extra)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, allow_nan=False)})
+
+
+def header_of(tensors: Mapping[str, Tensor], identity: Identity, **extra: Any) -> dict[str, Any]:
+    """Make the metadata of a file of CPU tensors; arguments as for [`write_tensors`]."""
+    return sealed({**extra, "identity": dict(identity), "tensors": checksums(tensors)})
 
 
 def read_header(path: Path, identity: Identity, specs: Mapping[str, TensorSpec], **extra: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Parquet files of features, here or on object storage: what they say of their rows, and their row groups.
+"""Tables of features, here or on object storage: what they say of their rows, and their row groups.
 
-A file is named by a path, or by an address of any file system that `fsspec` knows (`s3://…`, `hf://…`, `https://…`).
-Of a file elsewhere, its footer is read, and the row groups and columns that are asked for. See `tables.py` for the
-columns.
+Tables are Parquet files, or directories of Lance, see `lance_table.py`. A name is a path, or an address of any file
+system that `fsspec` knows (`s3://…`, `hf://…`, `https://…`). Of a file elsewhere, its footer is read, and the row
+groups and columns that are asked for; Lance reaches its own by itself. See `tables.py` for the columns.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import fsspec
 import numpy as np
@@ -21,6 +21,7 @@ from huggingface_hub.errors import HTTPError
 
 from hf_trak._compat import class_if_imported
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.store.lance_table import ERRORS, LANCE, LanceTable, panics_raised
 from hf_trak.store.sealed import check_seal, unsealed
 
 ROW_ID, FEATURES, CODES, SCALE, WEIGHT = "row_id", "features", "codes", "scale", "q"
@@ -28,7 +29,7 @@ OWN = (ROW_ID, FEATURES, CODES, SCALE, WEIGHT)
 """Columns that no column of the training rows may be named like."""
 
 FACTS = b"hf_trak"
-SUFFIX = ".parquet"
+SUFFIXES = (".parquet", LANCE)
 
 _MOST_BYTES = 4 << 30
 """Bytes of a row group in memory. Files that ask for more are refused before it is read."""
@@ -52,11 +53,13 @@ class TableFacts:
         config: the configuration of the store.
         checkpoint: the record of the checkpoint: `model_id`, `fingerprint`, …
         content: hash of the shards of the checkpoint.
+        shards: checksums of the shards, in tables of Lance.
     """
 
     config: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
     content: str
+    shards: Sequence[str] | None
 
     @property
     def model_id(self) -> int:
@@ -79,7 +82,7 @@ def table_paths(paths: Sequence[str | Path]) -> list[str]:
 
     Args:
         paths (`Sequence[str]` or `Sequence[Path]`):
-            Files, and directories of `.parquet` files, by paths or addresses.
+            Parquet files, Lance tables, and directories of such, by paths or addresses.
 
     Returns:
         `list[str]`: absolute paths and addresses of files.
@@ -92,13 +95,14 @@ def table_paths(paths: Sequence[str | Path]) -> list[str]:
     for path in paths:
         if not is_address(path):
             place = Path(path).absolute()
-            found += map(str, sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place])
-        elif str(path).endswith(SUFFIX):
+            inside = place.is_dir() and place.suffix != LANCE
+            found += map(str, tables_in(place) if inside else [place])
+        elif str(path).endswith(SUFFIXES):
             found.append(str(path))
         else:
             system, name = _system(path)
             with _reached(path):
-                names = sorted(one for one in system.ls(name, detail=False) if one.endswith(SUFFIX))
+                names = sorted(one for one in system.ls(name, detail=False) if one.endswith(SUFFIXES))
                 found += [system.unstrip_protocol(one) for one in names]
     if not found:
         raise ValueError(
@@ -107,12 +111,18 @@ def table_paths(paths: Sequence[str | Path]) -> list[str]:
     return found
 
 
-Footers = dict[str, pq.FileMetaData]
+def tables_in(directory: Path) -> list[Path]:
+    """List the tables in a directory of this machine, by name."""
+    return sorted(path for suffix in SUFFIXES for path in directory.glob(f"*{suffix}"))
+
+
+TableFile: TypeAlias = pq.ParquetFile | LanceTable
+Footers = dict[str, Any]
 """Footers of tables that were read, by path: a file of many row groups has a footer of megabytes."""
 
 
 @contextmanager
-def opened(path: str | Path, footers: Footers | None = None) -> Iterator[pq.ParquetFile]:
+def opened(path: str | Path, footers: Footers | None = None) -> Iterator[TableFile]:
     """Open a table.
 
     Args:
@@ -120,11 +130,19 @@ def opened(path: str | Path, footers: Footers | None = None) -> Iterator[pq.Parq
         footers: those that are known; that of the file is read and put there if it is not. `None` reads it.
 
     Raises:
-        StoreError: it cannot be reached, or is no Parquet file, or damaged in what is read.
+        StoreError: it cannot be reached, or is no table, or damaged in what is read.
+        ModuleNotFoundError: it is a table of Lance, which is not installed.
     """
+    known = {} if footers is None else footers
     with ExitStack() as stack:
         stack.enter_context(_reached(path))
-        source, elsewhere, known = path, is_address(path), {} if footers is None else footers
+        if str(path).endswith(LANCE):
+            stack.enter_context(panics_raised())
+            table = LanceTable(path, known.get(str(path)))
+            known[str(path)] = table.metadata
+            yield table
+            return
+        source, elsewhere = path, is_address(path)
         if elsewhere:
             system, name = _system(path)
             source = stack.enter_context(system.open(name, "rb", cache_type="none"))
@@ -148,12 +166,13 @@ def _system(path: str | Path) -> tuple[Any, str]:
 
 @contextmanager
 def _reached(path: str | Path) -> Iterator[None]:
-    """Turn errors of files, of connections and of Parquet into a `StoreError` that names the table."""
+    """Turn errors of files, of connections, of Parquet and of Lance into a `StoreError` that names the table."""
+    errors = (OSError, pa.ArrowException, *_connection_errors(), *(ERRORS if str(path).endswith(LANCE) else ()))
     try:
         yield
     except HfTrakError:
         raise
-    except (OSError, pa.ArrowException, *_connection_errors()) as error:
+    except errors as error:
         raise not_a_table(path, str(error) or type(error).__name__) from error
 
 
@@ -168,8 +187,7 @@ def fragments_of(paths: Sequence[str | Path]) -> list[Fragment]:
 
     Args:
         paths (`Sequence[str]` or `Sequence[Path]`):
-            Files, and directories of `.parquet` files, by paths or addresses. Rows may be divided among them as one
-            likes, in their order.
+            As in [`table_paths`]. Rows may be divided among them as one likes, in their order.
 
     Returns:
         `list[Fragment]`: by row.
@@ -212,7 +230,7 @@ def checkpoints_of(paths: Sequence[str | Path]) -> list[tuple[TableFacts, list[F
                     f"{shown(path)} and {shown(files[0])} come from different stores or checkpoints. Expected tables "
                     "of one store. Name its files."
                 )
-            fragments += [_fragment(file, path, group) for group in range(file.num_row_groups)]
+            fragments += _fragments(file, path)
     for facts, fragments in found.values():
         fragments.sort(key=lambda one: one.start)
         _check_whole(fragments, facts, files)
@@ -228,6 +246,20 @@ def _check_whole(fragments: list[Fragment], facts: TableFacts, files: list[str])
                 f"After row {end - 1} of {rows}, the {len(files)} tables at {[shown(path) for path in files][:5]} "
                 f"have row {start}. Expected each row once. Name all files of the checkpoint, none of them twice."
             )
+
+
+def _fragments(file: TableFile, path: str) -> list[Fragment]:
+    if isinstance(file, pq.ParquetFile):
+        return [_fragment(file, path, group) for group in range(file.num_row_groups)]
+    counts, width = file.counts(), 0
+    for name in (one for one in OWN if one in file.schema_arrow.names):
+        if not (size := _bytes_of(file.schema_arrow.field(name).type)):
+            raise not_a_table(path, f"`{name}` has the type {file.schema_arrow.field(name).type}")
+        width += size
+    if max(counts, default=0) * width > _MOST_BYTES:
+        raise not_a_table(path, f"it has {max(counts)} rows of {width} bytes in a fragment. Write smaller ones")
+    numbers = file.row(np.cumsum([0, *counts[:-1]]).tolist(), ROW_ID) if counts else []
+    return [Fragment(path, group, number, number + counts[group]) for group, number in enumerate(numbers)]
 
 
 def _fragment(file: pq.ParquetFile, path: str, group: int) -> Fragment:
@@ -247,14 +279,19 @@ def _fragment(file: pq.ParquetFile, path: str, group: int) -> Fragment:
 
 def _row_bytes(schema: pa.Schema) -> int:
     """Return the bytes of the features of a row in memory, as the types of their columns say."""
-    kinds = [schema.field(name).type for name in (FEATURES, CODES) if name in schema.names]
-    lists = [kind for kind in kinds if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)]
-    codes = [kind for kind in kinds if pa.types.is_fixed_size_binary(kind)]
-    return sum(one.list_size * one.value_type.bit_width // 8 for one in lists) + sum(one.byte_width for one in codes)
+    return sum(_bytes_of(schema.field(name).type) for name in (FEATURES, CODES) if name in schema.names)
+
+
+def _bytes_of(kind: pa.DataType) -> int:
+    """Return the bytes of a value of a type, 0 if its values have not the same."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * _bytes_of(kind.value_type)
+    fixed = pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind)
+    return -(-kind.bit_width // 8) if fixed else 0
 
 
 def read_fragment(fragment: Fragment, footers: Footers | None = None) -> pa.Table:
-    """Read a row group, without the columns of the training rows, after the checksums of its pages were compared.
+    """Read a row group, without the columns of the training rows; pages of Parquet are compared with their checksums.
 
     Args:
         fragment: the row group.
@@ -273,7 +310,7 @@ def read_fragment(fragment: Fragment, footers: Footers | None = None) -> pa.Tabl
     return table
 
 
-def facts_of(file: pq.ParquetFile, path: str | Path) -> TableFacts:
+def facts_of(file: TableFile, path: str | Path) -> TableFacts:
     """Return what the metadata of a file say of its rows, after their checksum was compared.
 
     Raises:
@@ -286,7 +323,8 @@ def facts_of(file: pq.ParquetFile, path: str | Path) -> TableFacts:
         checkpoint = {"model_id": facts["checkpoint"]["model_id"], "fingerprint": facts["checkpoint"]["fingerprint"]}
         if type(checkpoint["model_id"]) is not int or type(checkpoint["fingerprint"]) is not str:
             raise TypeError
-        return TableFacts(dict(facts["config"]), dict(facts["checkpoint"]), str(facts["content"]))
+        shards = None if isinstance(file, pq.ParquetFile) else [str(one) for one in facts["shards"]]
+        return TableFacts(dict(facts["config"]), dict(facts["checkpoint"]), str(facts["content"]), shards)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise not_a_table(path, "its metadata do not say what the rows were computed from") from error
 
@@ -295,6 +333,6 @@ def not_a_table(path: str | Path, problem: str) -> StoreError:
     """Make the error for a table that cannot be used; `problem` is a clause that says why."""
     remedy = "Ask again if it was not reached, or write it again." if is_address(path) else "Write the table again."
     return StoreError(
-        f"{shown(path)} cannot be used: {problem}. Expected a Parquet file as `hf_trak.store.tables.write_table` "
-        f"writes it. {remedy}"
+        f"{shown(path)} cannot be used: {problem}. Expected a table as `hf_trak.store.tables.write_table` writes "
+        f"it. {remedy}"
     )

@@ -18,6 +18,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.store.codes import CodedRows
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import Shard, ShardSet
+from hf_trak.store.shards import header_of
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import Footers, Fragment, TableFacts, checkpoints_of, not_a_table, read_fragment, shown
 from hf_trak.store.tables import features_as, rows_of
@@ -44,7 +45,7 @@ class Tables:
 
         Args:
             paths (`Sequence[str]` or `Sequence[Path]`):
-                Files, and directories of `.parquet` files, by paths or addresses of `fsspec`.
+                Parquet files, Lance tables, and directories of such, by paths or addresses.
 
         Raises:
             ValueError: there is no file.
@@ -120,7 +121,7 @@ class TableStore(FeatureStore):
             self.checkpoint_info(model_id)  # which may not know it
             raise not_a_table(self.tables.paths[0], f"the tables have no checkpoint {model_id}")
         facts, fragments = self.tables.checkpoints[model_id]
-        return TableShards(**super().train(model_id).arguments, content=facts.content, fragments=fragments)
+        return TableShards(**super().train(model_id).arguments, facts=facts, fragments=fragments)
 
 
 @dataclass(eq=False)
@@ -128,11 +129,11 @@ class TableShards(ShardSet):
     """The shards of a feature matrix that tables have, divided into row groups in any way.
 
     Attributes:
-        content: hash of the shards, as the tables say it.
+        facts: what the tables say.
         fragments: row groups, by row.
     """
 
-    content: str = ""
+    facts: TableFacts = field(kw_only=True)
     fragments: list[Fragment] = field(default_factory=list)
     _held: tuple[Fragment, pa.Table] | None = field(default=None, init=False, repr=False)
     _footers: Footers = field(default_factory=dict, init=False, repr=False)
@@ -145,10 +146,10 @@ class TableShards(ShardSet):
 
     @property
     def content_hash(self) -> str:
-        return self.content
+        return self.facts.content
 
     def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
-        """Read the rows of one shard; the checksums of pages are compared.
+        """Read the rows of one shard; checksums are compared, of pages or of the shard.
 
         Raises:
             StoreError: a table cannot be read, is damaged, or has other rows or features.
@@ -162,7 +163,15 @@ class TableShards(ShardSet):
             first = max(rows.start, part.start) - part.start
             tables.append(self._table(part).slice(first, min(rows.stop, part.stop) - part.start - first))
         _, shard = rows_of(pa.concat_tables(tables))
-        return Shard(rows.start, rows.stop, features_as(self, shard, self.fragments[of_row].path), shard.out_to_loss)
+        path = self.fragments[of_row].path
+        features = features_as(self, shard, path)
+        if self.facts.shards is not None:
+            tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features}
+            tensors["out_to_loss"] = shard.out_to_loss
+            header = header_of(tensors, self.identity, start=rows.start, stop=rows.stop)
+            if list(self.facts.shards[index : index + 1]) != [header["checksum"]]:
+                raise not_a_table(path, f"its rows {rows.start} to {rows.stop - 1} are not those that were written")
+        return Shard(rows.start, rows.stop, features, shard.out_to_loss)
 
     def prefix_of(self, index: int, count: int) -> Shard:
         names = self.names_within(count)

@@ -1,4 +1,4 @@
-"""Features of a checkpoint as a table: Arrow batches, and Parquet files that other tools read.
+"""Features of a checkpoint as a table: Arrow batches, and Parquet files or Lance tables that other tools read.
 
 | column | type | what it is |
 |---|---|---|
@@ -9,12 +9,12 @@
 
 and columns of the training rows. The type of `codes` has `bits` and `k` in its metadata. The metadata of a file have,
 under `hf_trak`, a sealed JSON object: the configuration of the store, the record of the checkpoint, and the hash of
-its shards, which the shards that are made of a table must have again.
+its shards, which the shards that are made of a table must have again. Lance tables have the checksum of each shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_trak.errors import StoreError
 from hf_trak.store.atomic import atomic_directory, atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.lance_table import LANCE, LanceTable, write_lance
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import Shard, ShardSet, check_values
 from hf_trak.store.shards import write_tensors
@@ -37,6 +38,7 @@ from hf_trak.store.table_files import (
     ROW_ID,
     SCALE,
     WEIGHT,
+    TableFile,
     facts_of,
     fragments_of,
     not_a_table,
@@ -154,7 +156,7 @@ def write_table(
     columns: "Dataset | None" = None,
     part: tuple[int, int] = (0, 1),
 ) -> Path:
-    """Write the features of a checkpoint, or a part of them, as one Parquet file.
+    """Write the features of a checkpoint, or a part of them, as one Parquet file or Lance table.
 
     Args:
         store ([`~hf_trak.store.store.FeatureStore`]):
@@ -162,7 +164,7 @@ def write_table(
         model_id (`int`):
             The checkpoint.
         path (`str` or `Path`):
-            The file.
+            The file; or a directory whose name ends in `.lance`, for a table of Lance (the extra `lance`).
         columns (`datasets.Dataset`, *optional*):
             Columns of the n training rows to put beside the features, such as `rows.select_columns(["source"])`.
         part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
@@ -177,6 +179,7 @@ def write_table(
             `part` is none of the parts, or has no shard.
         IncompleteStoreError: the checkpoint is not in the store, or lacks rows.
         StoreError: a shard is damaged, or the file cannot be written.
+        ModuleNotFoundError: Lance is asked for, and is not installed.
     """
     shards = store.train(model_id)
     shards.require_complete("Call `featurize()` with the same checkpoints to finish them.")
@@ -193,15 +196,15 @@ def write_table(
         )
     facts = {"config": store.config, "checkpoint": store.checkpoint_info(model_id), "content": shards.content_hash}
     path = Path(path)
+    part_of_shards = range(index * len(shards) // files, (index + 1) * len(shards) // files)
+    if path.suffix == LANCE:
+        facts["shards"] = shards.checksums()
+        with atomic_directory(path) as place:
+            write_lance(place, _tables(shards, part_of_shards, columns, facts), shards.plan.shard_size)
+        return path
     with atomic_path(path) as temporary:
         writer: pq.ParquetWriter | None = None
-        for shard in shards.part(range(index * len(shards) // files, (index + 1) * len(shards) // files)):
-            table = pa.Table.from_batches([batch_of(shard)])
-            if columns is not None:
-                beside = columns.with_format("arrow")[shard.start : shard.stop]
-                for field in beside.schema:
-                    table = table.append_column(field, beside.column(field.name))
-            table = table.replace_schema_metadata({FACTS: sealed_bytes(facts)})
+        for table in _tables(shards, part_of_shards, columns, facts):
             writer = writer or pq.ParquetWriter(temporary, table.schema, write_page_checksum=True)
             writer.write_table(table)
         assert writer is not None  # a part has shards
@@ -209,8 +212,22 @@ def write_table(
     return path
 
 
+def _tables(
+    shards: ShardSet, indices: Sequence[int], columns: "Dataset | None", facts: Mapping[str, Any]
+) -> Iterator[pa.Table]:
+    """Yield the table of each of some shards."""
+    metadata = {FACTS: sealed_bytes(facts)}
+    for shard in shards.part(indices):
+        table = pa.Table.from_batches([batch_of(shard)])
+        if columns is not None:
+            beside = columns.with_format("arrow")[shard.start : shard.stop]
+            for field in beside.schema:
+                table = table.append_column(field, beside.column(field.name))
+        yield table.replace_schema_metadata(metadata)
+
+
 def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureStore:
-    """Make a feature store of Parquet files of its checkpoints; all bits are those of the store before.
+    """Make a feature store of tables of its checkpoints; all bits are those of the store before.
 
     Args:
         paths (`Sequence[str]` or `Sequence[Path]`):
@@ -243,9 +260,10 @@ def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureSt
     return FeatureStore.load(directory)
 
 
-def _read_checkpoint(file: pq.ParquetFile, files: list[Path], place: Path) -> None:
+def _read_checkpoint(file: TableFile, files: list[Path], place: Path) -> None:
     path, facts = files[0], facts_of(file, files[0])
-    model_id, rows = facts.model_id, file.metadata.num_rows
+    model_id = facts.model_id
+    rows = file.num_rows if isinstance(file, LanceTable) else file.metadata.num_rows
     if len(files) == 1 and facts.config.get("train_size") != rows:
         raise not_a_table(path, f"it has {rows} rows of {facts.config.get('train_size')}")
     fragments = fragments_of(files) if len(files) > 1 else []
@@ -286,7 +304,7 @@ def features_as(shards: ShardSet, shard: Shard, path: str | Path) -> Tensor | Co
     return found if isinstance(found, CodedRows) else found.to(shards.dtype)
 
 
-def _in_order(file: pq.ParquetFile, shards: ShardSet, path: Path) -> Iterator[Shard]:
+def _in_order(file: TableFile, shards: ShardSet, path: Path) -> Iterator[Shard]:
     """Yield the shards of a store from a file, whose rows are sorted by number first where they are not."""
     names = [name for name in OWN if name in file.schema_arrow.names]
     ids = file.read(columns=[ROW_ID]).column(ROW_ID).to_numpy()

@@ -70,6 +70,23 @@ def test_tables_are_asked_in_place(home: Path, tmp_path: Path) -> None:
     assert main([*asked, "--scored_by", "ray", "--all_scores", "--output_dir", f"{tmp_path}/work", *rows]) == 1
 
 
+def test_lance_tables_are_asked_in_place_and_read_back(home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    assert main(["export", f"{home}/trak", "--to", f"{tmp_path}/tables", "--format", "lance"]) == 0
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
+        "checkpoint-0.lance",
+        "checkpoint-1.lance",
+    ]
+    rows = ["--eval_dataset", f"{home}/rows", "--max_eval_samples", "3", "--use_cpu"]
+    asked = ["--index", f"{tmp_path}/tables/checkpoint-1.lance", "--model", f"{home}/second"]
+    assert main(["attribute", *asked, "--output_dir", f"{tmp_path}/work", *rows]) == 0
+    assert main(["export", f"{tmp_path}/tables/checkpoint-1.lance", "--to", f"{tmp_path}/one"]) == 0
+    assert main(["export", f"{tmp_path}/tables", "--to", f"{tmp_path}/again"]) == 0
+    written = [path.relative_to(home / "trak") for path in sorted((home / "trak").glob("*/train-*"))]
+    for path in written:
+        assert (tmp_path / "again" / path).read_bytes() == (home / "trak" / path).read_bytes()
+
+
 def test_tables_without_columns_need_no_rows(home: Path, tmp_path: Path) -> None:
     assert main(["export", f"{home}/trak", "--to", f"{tmp_path}/tables"]) == 0
     assert "source" not in pq.read_schema(tmp_path / "tables/checkpoint-0.parquet").names

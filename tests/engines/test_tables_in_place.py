@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from doc_examples import sentences, tiny_bert
-from engine_runs import FILES, TOP_K, N, Shuffling, TableIndex, check_answers, damage, exam, table_index
+from engine_runs import FILES, TOP_K, N, Shuffling, TableIndex, as_lance, check_answers, damage, exam, table_index
 from hub_server import Fault, Hub, client, hub
 
 from hf_trak import Exact, Index, TrakAttributor, TrakConfig
@@ -320,6 +320,55 @@ def test_hostile_tables_are_refused(case: str, place: Path, tmp_path: Path) -> N
     pq.write_table(change(pq.read_table(index.directory.parent / "whole.parquet")), tmp_path / "index.parquet")
     with pytest.raises((HfTrakError, ValueError), match=message):
         index.asked(None, tmp_path / "index.parquet", output_dir=str(tmp_path / "work"))
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_lance_tables_are_refused(case: str, place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    change, message = HOSTILE[case]
+    index = made("int4", place)
+    pq.write_table(change(pq.read_table(index.directory.parent / "whole.parquet")), tmp_path / "index.parquet")
+    (tmp_path / "trak").symlink_to(index.directory.parent / "trak")
+    path = as_lance(tmp_path / "index.parquet", tmp_path / "index.lance")
+    with pytest.raises((HfTrakError, ValueError), match=message):
+        index.asked(None, path, output_dir=str(tmp_path / "work"))
+
+
+@pytest.mark.parametrize(("engine", "rows"), [(None, 4), (Shuffling(), 13), (None, N)])
+def test_lance_tables_are_asked_in_place(engine: Engine | None, rows: int, index: TableIndex, tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    path = as_lance(index.directory.parent / "whole.parquet", tmp_path / "index.lance", rows)
+    assert len(fragments_of([path])) == -(-N // rows)
+    index.asked(engine, path, output_dir=str(tmp_path / "work"))
+
+
+def test_changed_bits_of_lance_tables_change_no_answer(place: Path, tmp_path: Path) -> None:
+    """Lance itself notices some of them alone."""
+    pytest.importorskip("lance")
+    index, work = made("int4", place), str(tmp_path / "work")
+    path = as_lance(index.directory.parent / "whole.parquet", tmp_path / "index.lance", N)
+    (data,) = (path / "data").iterdir()
+    content, refused = data.read_bytes(), 0
+    for at in range(0, len(content), len(content) // 20):
+        data.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        try:
+            index.asked(None, path, output_dir=work)
+        except StoreError as error:
+            assert str(path) in str(error) or "The table" in str(error)
+            refused += 1
+    assert refused >= 5
+    data.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StoreError, match=f"{path} cannot be used"):
+        index.asked(None, path, output_dir=work)
+    data.unlink()
+    with pytest.raises(StoreError, match=f"{path} cannot be used"):
+        index.asked(None, path, output_dir=work)
+
+
+def test_what_lance_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lance", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`\.lance` need Lance\. Install it"):
+        fragments_of([tmp_path / "index.lance"])
 
 
 def test_bombs_are_refused_before_they_are_read(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

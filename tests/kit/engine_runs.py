@@ -1,6 +1,7 @@
 """An index as tables in several files, with the answers of `attribute`; and functions whose processes die."""
 
 import itertools
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,10 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.engines.engine import Engine
 from hf_trak.report.run import AttributionRun
+from hf_trak.store.lance_table import write_lance
+from hf_trak.store.sealed import sealed_bytes, unsealed
 from hf_trak.store.store import FeatureStore
+from hf_trak.store.table_files import FACTS
 from hf_trak.store.tables import write_table
 
 N, M, TOP_K, SHARD = 60, 4, 5, 7
@@ -84,6 +88,16 @@ def divide(path: Path, directory: Path) -> None:
             ) as writer:
                 for group in part:
                     writer.write_table(file.read_row_group(group))
+
+
+def as_lance(source: Path, path: Path, rows: int = SHARD) -> Path:
+    """Write a Parquet file as a table of Lance, with the checksums of the shards that are beside it."""
+    table = pq.read_table(source)
+    facts = unsealed(json.loads(table.schema.metadata[FACTS]))
+    facts["shards"] = FeatureStore.load(source.parent / "trak").train(0).checksums()
+    table = table.replace_schema_metadata({FACTS: sealed_bytes(facts)})
+    write_lance(path, [table], rows)
+    return path
 
 
 def check_answers(engine: Engine, index: TableIndex, place: Path) -> None:

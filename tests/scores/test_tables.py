@@ -179,6 +179,25 @@ def test_there_and_back_all_bits_are_the_same(tmp_path: Path, dtype: str, shuffl
             assert (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_and_back_by_lance_all_bits_are_the_same(tmp_path: Path, dtype: str) -> None:
+    """Whole, with columns of the rows and a fragment for each shard, and in parts; and on to Parquet."""
+    lance: Any = pytest.importorskip("lance")
+    store = made(tmp_path / "a", dtype)
+    columns = Dataset.from_dict({"source": [str(row) for row in range(N)]})
+    whole = write_table(store, 0, tmp_path / "whole.lance", columns)
+    assert [one.count_rows() for one in lance.dataset(whole).get_fragments()] == [8, 8, 8, 8, 8, 1]
+    assert lance.dataset(whole).to_table(filter="source = '7'")["row_id"].to_pylist() == [7]
+    parts = [write_table(store, 0, tmp_path / f"{part}.lance", part=(part, 2)) for part in (1, 0)]
+    for name, paths in (("b", [whole]), ("c", parts)):
+        again = read_tables(paths, tmp_path / name)
+        assert again.config == store.config
+        for index in range(len(store.train(0))):
+            assert again.train(0).path(index).read_bytes() == store.train(0).path(index).read_bytes()
+    write_table(again, 0, tmp_path / "last.parquet", columns)
+    assert pq.read_table(tmp_path / "last.parquet").equals(lance.dataset(whole).to_table())
+
+
 def test_parts_are_written_by_themselves_and_read_together(tmp_path: Path) -> None:
     store = made(tmp_path / "a", "int4")
     for part in (2, 0, 3, 1):
