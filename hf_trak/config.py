@@ -27,6 +27,9 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "int
 DEFAULT_WIDTH = 4096
 """Number of columns of projected features, unless it is given."""
 
+ProductForm = Literal["auto", "forward", "twice"]
+"""How J v is computed: in forward mode, by differentiating twice, or in forward mode where the model allows it."""
+
 HESSIAN_SHARE = 0.5
 """Part of the rows of a run from which on their Hessian is used on the way back, not the Gauss-Newton matrix."""
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from hf_trak.config import ProductForm
 from hf_trak.curvature.curvature import Curvature, damping_of, inverse
-from hf_trak.gradient_computers.gauss_newton import ProductForm
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int
 

@@ -27,6 +27,9 @@ from hf_trak.store.lease import Lease
 from hf_trak.store.sealed import Finding, content_digest, read_sealed, unsealed, write_sealed
 from hf_trak.store.shards import Identity, TensorSpec, read_header, read_tensors, write_tensors
 
+CURVATURE_VERSION = 4
+"""Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
+
 CURVATURE_FILE = "curvature.json"
 
 

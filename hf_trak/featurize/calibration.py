@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hf_trak.curvature.conjugate_gradients import Refinement
-from hf_trak.featurize.fidelity import correlation, ranks
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay
 
 LEAST_TARGETS = 3
@@ -27,6 +26,20 @@ _LEAST_SHARE = 0.05
 """Part of a combination, relative to the largest, below which it is left out."""
 
 _ROUNDS = 200
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Rank numbers from 1, equal ones by their mean rank."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    means: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
+    return means[places]
+
+
+def correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Correlate two lists of ranks. The result is 0 if one is constant."""
+    first, second = first - first.mean(), second - second.mean()
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / norm if norm > 0 else 0.0
 
 
 @dataclass(frozen=True)

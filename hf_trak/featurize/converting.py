@@ -14,14 +14,12 @@ identities have another configuration; all of them are computed again where they
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress, log_on_interrupt
-from hf_trak.scores.scorer import Scorer
 from hf_trak.store.atomic import TEMPORARY, differing
 from hf_trak.store.checkpoint_records import code_settings
 from hf_trak.store.references import read_references, write_references
@@ -30,6 +28,10 @@ from hf_trak.store.sealed import create_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__
+
+if TYPE_CHECKING:  # they import datasets and transformers
+    from hf_trak.featurize.featurized import FeaturizedModel
+    from hf_trak.scores.scorer import Scorer
 
 FROM, CONTENT = "converted_from", "converted_content"
 """Keys of the record of a converted checkpoint."""
@@ -96,7 +98,7 @@ def convert_store(
     return result
 
 
-def converted(model: FeaturizedModel, output_dir: str | os.PathLike[str], feature_dtype: str) -> FeaturizedModel:
+def converted(model: "FeaturizedModel", output_dir: str | os.PathLike[str], feature_dtype: str) -> "FeaturizedModel":
     """Convert the store of a featurized model, and return the same kind of featurized model of the result.
 
     Args:
@@ -166,8 +168,10 @@ def history_of(store: FeatureStore, model_id: int) -> tuple[str, ...]:
     return tuple(map(str, known))
 
 
-def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> Scorer:
+def scorer_of(store: FeatureStore, args: TrakConfig, processes: Processes) -> "Scorer":
     """Make the scorer of a store without its model."""
+    from hf_trak.scores.scorer import Scorer
+
     solver = (args.solver_kind, args.solver_rank)
     return Scorer(store, processes, processes.device, args.lambda_relative, *solver)
 

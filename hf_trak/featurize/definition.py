@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from hf_trak.config import TrakConfig
+from hf_trak.curvature.files import CURVATURE_VERSION
 from hf_trak.data.rows import RowBatches
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.collation import check_repeatable, collation_changes, collation_of
@@ -176,11 +177,6 @@ COMPARISONS: dict[str, Comparison] = {
 }
 
 """By entry of a store's configuration: a function of the recorded and the given value that lists what differs."""
-
-
-CURVATURE_VERSION = 4
-
-"""Raised whenever the same inputs give another curvature or other exact scores. It is part of their identity."""
 
 
 def whitening_settings(args: TrakConfig, train_size: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.data.rows import Collator
-from hf_trak.featurize.batch_counts import roofline
 from hf_trak.featurize.estimation import Estimate, count_of, estimate_sizes, measured_batches
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.roofline import DeviceName
@@ -80,6 +79,8 @@ def estimate(
             )
         rows = train_dataset, data_collator, processing_class, task
         if device is not None:
+            from hf_trak.featurize.batch_counts import roofline  # counting imports more of torch
+
             bound = roofline(FeaturizedModel(model, replace(args, use_cpu=True), *rows), device)
             rate = bound.rows_per_second
         else:

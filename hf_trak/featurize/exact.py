@@ -18,14 +18,14 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_trak.curvature.conjugate_gradients import REFINED_DAMPING, Refinement
 from hf_trak.curvature.curvature import Curvature, FitPlan, identity_curvature
-from hf_trak.curvature.files import CurvatureFiles
+from hf_trak.curvature.files import CURVATURE_VERSION, CurvatureFiles
 from hf_trak.curvature.fit import CurvatureFit, Stage
 from hf_trak.curvature.maps import GradientMap, SelfInfluence, TargetProducts, WhitenedProjection
 from hf_trak.curvature.owner_maps import OwnPreconditioning, OwnSelfInfluence
 from hf_trak.curvature.target_forms import LowRankForm, TargetForm
 from hf_trak.data.rows import RowPart, row_count
 from hf_trak.errors import SingularGramError
-from hf_trak.featurize.definition import CURVATURE_VERSION, Checkpoints, drawn_rows, new_checkpoints
+from hf_trak.featurize.definition import Checkpoints, drawn_rows, new_checkpoints
 from hf_trak.featurize.estimation import weights_of
 from hf_trak.featurize.exact_blocks import (
     TARGET_SHARD_BYTES,

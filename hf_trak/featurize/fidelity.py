@@ -29,6 +29,7 @@ from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
 from hf_trak.curvature.maps import GradientMap, Preconditioning, TargetProducts
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.errors import StoreError
+from hf_trak.featurize.calibration import correlation, ranks
 from hf_trak.featurize.converting import scorer_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -431,20 +432,6 @@ class _Sample:
         what = f"fidelity, {name}, checkpoint {self.model_id}"
         model.featurizer(task, gradients).fill(shards, part, self.model_id, side, what)
         return shards
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """Rank numbers from 1, equal ones by their mean rank."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    means: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
-    return means[places]
-
-
-def correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Correlate two lists of ranks. The result is 0 if one is constant."""
-    first, second = first - first.mean(), second - second.mean()
-    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
-    return float(first @ second) / norm if norm > 0 else 0.0
 
 
 _MOST_ROWS = 1 << 20

@@ -1,10 +1,12 @@
 """A bound on the rate of featurizing on a GPU that is not there, from what one batch makes it do."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hf_trak.modelout_functions.base import checked_choice
-from hf_trak.runtime.counting import Counts
+
+if TYPE_CHECKING:
+    from hf_trak.runtime.counting import Counts
 
 DeviceName = Literal["h200"]
 
@@ -23,7 +25,7 @@ class Rates:
     bytes: float
     launch: float
 
-    def seconds(self, counts: Counts) -> tuple[float, float, float]:
+    def seconds(self, counts: "Counts") -> tuple[float, float, float]:
         """Bound times from below: of the host, and of the launches that bytes and that operations bound on the GPU."""
         each = [(size / self.bytes, flops / self.flops) for size, flops in counts.work]
         return (
@@ -58,7 +60,7 @@ class Roofline:
     arithmetic: float
 
     @classmethod
-    def of(cls, counts: Counts, batch_size: int, device: DeviceName) -> "Roofline":
+    def of(cls, counts: "Counts", batch_size: int, device: DeviceName) -> "Roofline":
         """Bound the time of a batch of some rows from what was counted.
 
         Raises:

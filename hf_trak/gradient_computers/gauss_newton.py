@@ -18,13 +18,14 @@ J v. Attention runs in its plain form for both, since fused kernels have neither
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_trak._compat import tree_flatten, tree_unflatten
+from hf_trak.config import ProductForm
 from hf_trak.errors import GradientEngineError
 from hf_trak.gradient_computers.base import (
     SplitBatch,
@@ -39,9 +40,6 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
 
 logger = logging.getLogger(__name__)
-
-ProductForm = Literal["auto", "forward", "twice"]
-"""How J v is computed: in forward mode, by differentiating twice, or in forward mode where the model allows it."""
 
 TANGENT_BYTES = 2**29
 """Memory for the tangents that run along with one forward pass."""
@@ -75,7 +73,7 @@ class GaussNewton:
             layout: the attributed parameters.
             of_gradients: C = Σ_b ∇f_b ∇f_bᵀ with f the train side of the task, the empirical Fisher, instead of the
                 Gauss-Newton matrix. For losses without outputs of their own for every row.
-            form: the form of J v, see [`ProductForm`].
+            form: the form of J v, see [`~hf_trak.config.ProductForm`].
         """
         self.model = model
         self.task = task

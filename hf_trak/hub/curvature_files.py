@@ -12,9 +12,8 @@ import numpy as np
 from hf_trak.config import CurvatureConfig
 from hf_trak.curvature.blocks import CurvatureBlocks, DiagonalBlock, KroneckerBlock
 from hf_trak.curvature.curvature import KINDS
-from hf_trak.curvature.files import CURVATURE_FILE, BlockFile
+from hf_trak.curvature.files import CURVATURE_FILE, CURVATURE_VERSION, BlockFile
 from hf_trak.errors import StoreError
-from hf_trak.featurize.definition import CURVATURE_VERSION
 from hf_trak.hub.files import IndexFiles, check_file, reason_of, sealed_object, tensor_bytes
 from hf_trak.hub.index_files import check_finite
 from hf_trak.hub.manifest import INDEX_DIGITS

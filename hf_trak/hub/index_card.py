@@ -4,18 +4,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.converting import EXACT
-from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub.cards import render_card
 from hf_trak.hub.curvature_files import StoredCurvature
 from hf_trak.hub.index_files import SCALE_BYTES
 from hf_trak.hub.manifest import IndexManifest
 from hf_trak.store.checkpoint_records import CODE_BITS
 from hf_trak.store.codes import CodeFormat
+
+if TYPE_CHECKING:  # imports all of featurizing
+    from hf_trak.featurize.fidelity import Fidelity
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class PreparedIndex:
     manifest: IndexManifest
     curvatures: dict[int, StoredCurvature]
     files: dict[str, bytes | Path]
-    fidelity: Fidelity | None
+    fidelity: "Fidelity | None"
     calibration: Calibration | None
 
 
@@ -135,7 +137,7 @@ def _curvature_rows(curvatures: Mapping[int, StoredCurvature]) -> list[dict[str,
     ]
 
 
-def _fidelity(found: Fidelity) -> str:
+def _fidelity(found: "Fidelity") -> str:
     products = ""
     if found.projection is not None:
         products = f", {found.projection.mean_spearman:.2f} of inner products of its features with exact ones"

@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from datasets import Dataset
 from torch import Tensor
 
 from hf_trak.errors import IncompleteStoreError, StoreError
@@ -26,6 +25,9 @@ from hf_trak.store.shard_set import Shard
 from hf_trak.store.shards import Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 INDEX_FILE = re.compile(
     r"checkpoint-\d+/(train-\d+-of-\d+\.safetensors|gram\.safetensors|low_rank-\d+\.safetensors"
@@ -330,7 +332,7 @@ def check_calibration(content: Mapping[str, Any]) -> None:
 _COLUMNS, _SOURCE = "columns", "source"
 
 
-def write_train_rows(store: FeatureStore, dataset: Dataset, source: TrainSource) -> None:
+def write_train_rows(store: FeatureStore, dataset: "Dataset", source: TrainSource) -> None:
     """Hash the training rows of a store, unless that is done, and write the file into its directory.
 
     Args:

@@ -2,17 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from huggingface_hub import constants, snapshot_download
 
 from hf_trak.errors import HubAccessError, RefusedIndexError
-from hf_trak.hub import safe_loading
 from hf_trak.hub.access import access_errors
 from hf_trak.hub.names import HubSource, checked_repo, checked_revision, read_foreign_object, shown
 from hf_trak.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_WEIGHT_INDEX_BYTES = 64 << 20
 """Maximum size of an index of sharded weights; a model of 100,000 tensors has one of 10 MB."""
@@ -74,7 +75,7 @@ def load_model(
     token: str | bool | None = None,
     local_files_only: bool = False,
     repo_only: bool = False,
-) -> "transformers.PreTrainedModel":
+) -> "PreTrainedModel":
     """Load a `transformers` model from a directory or a model repo, without running its code or unpickling anything.
 
     Args:
@@ -95,20 +96,22 @@ def load_model(
         ValueError: without `repo_only`, the directory or repo does one of these.
         HubAccessError: the repo does not exist or cannot be reached, or has no safetensors weights.
     """
+    from transformers import __version__ as transformers_version
+
+    from hf_trak.hub import safe_loading  # takes seconds to import, and who publishes loads nothing
+
     kind = safe_loading.model_class(class_name)
     if kind is None:
         raise RefusedIndexError(
             f"The index was made with a model of the class {class_name!r}, which is no model class of `transformers` "
-            f"{transformers.__version__}. Pass the model itself as `model=`."
+            f"{transformers_version}. Pass the model itself as `model=`."
         )
     path = (
         name if not repo_only and Path(name).is_dir() else str(_fetch_weights(name, revision, token, local_files_only))
     )
     options = {"dtype": "auto" if dtype is None else getattr(torch, dtype), "local_files_only": True}
     try:
-        model: transformers.PreTrainedModel = safe_loading.load_model(
-            path, None, kind, use_safetensors=True, **options
-        )
+        model: PreTrainedModel = safe_loading.load_model(path, None, kind, use_safetensors=True, **options)
     except ValueError as error:
         if repo_only:
             raise RefusedIndexError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
@@ -237,3 +238,8 @@ def _check_size(text: str, most: int, what: str) -> None:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > most:
         raise ValueError(f"it has {size} bytes, more than the {most} that {what} can need")
+
+
+def is_commit(revision: Any) -> bool:
+    """Test for the hash of a commit, whose content never changes."""
+    return isinstance(revision, str) and REGEX_COMMIT_HASH.fullmatch(revision) is not None

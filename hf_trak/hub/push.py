@@ -11,9 +11,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, constants
 from huggingface_hub.errors import HFValidationError
@@ -23,9 +22,6 @@ from hf_trak.config import TrakConfig
 from hf_trak.errors import HfTrakError, IncompleteStoreError
 from hf_trak.featurize.calibration import Calibration
 from hf_trak.featurize.converting import history_of
-from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.featurizer import BatchSizeFinder
-from hf_trak.featurize.fidelity import Fidelity
 from hf_trak.hub import index_files
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
 from hf_trak.hub.cards import README, card_operations
@@ -45,8 +41,7 @@ from hf_trak.hub.manifest import (
     shard_paths,
 )
 from hf_trak.hub.models import HubCheckpoint, source_of
-from hf_trak.hub.names import HubSource, checked_repo, checked_revision
-from hf_trak.hub.safe_loading import is_commit
+from hf_trak.hub.names import HubSource, checked_repo, checked_revision, is_commit
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import atomic_directory
@@ -54,6 +49,10 @@ from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.sealed import sealed, sealed_bytes
 from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
+
+if TYPE_CHECKING:  # who publishes a store imports no model, nor what makes features of one
+    from hf_trak.featurize.featurized import FeaturizedModel
+    from hf_trak.featurize.fidelity import Fidelity
 
 CommitOperation = CommitOperationAdd | CommitOperationDelete
 
@@ -183,11 +182,13 @@ def train_source(dataset: Any) -> TrainSource | None:
     known = getattr(getattr(dataset, "info", None), "splits", None) or {}
     if split not in known or known[split].num_examples != len(dataset):
         return None  # a selection of the rows, or other rows
+    from datasets.config import HF_DATASETS_CACHE
+
     for file in dataset.cache_files:
         path = Path(file["filename"])
-        if not path.is_relative_to(datasets.config.HF_DATASETS_CACHE):
+        if not path.is_relative_to(HF_DATASETS_CACHE):
             continue
-        parts = path.relative_to(datasets.config.HF_DATASETS_CACHE).parts
+        parts = path.relative_to(HF_DATASETS_CACHE).parts
         if len(parts) == 5 and parts[0].count("___") == 1 and is_commit(parts[3]):
             return TrainSource(parts[0].replace("___", "/"), parts[1], split, parts[3])
     return None
@@ -299,11 +300,11 @@ class IndexFacts:
     checkpoints: Mapping[int, CheckpointSource] | None = None
     train_dataset: TrainSource | None = None
     lds: float | None = None
-    fidelity: Fidelity | None = None
+    fidelity: "Fidelity | None" = None
 
 
 def attributor_facts(
-    attributor: FeaturizedModel, checkpoints: Mapping[int, CheckpointSource] | None = None, **given: Any
+    attributor: "FeaturizedModel", checkpoints: Mapping[int, CheckpointSource] | None = None, **given: Any
 ) -> IndexFacts:
     """Collect the facts that an attributor knows about its own index.
 
@@ -317,6 +318,8 @@ def attributor_facts(
     """
     args = attributor.args
     if args.per_device_batch_size == "auto":
+        from hf_trak.featurize.featurizer import BatchSizeFinder
+
         found = BatchSizeFinder(args.batch_size, attributor.store.output_dir).batch_size
         args = replace(args, per_device_batch_size=found)
     floating = [value.dtype for value in attributor.model.parameters() if value.is_floating_point()]
@@ -361,7 +364,7 @@ _UPLOAD_FILES = 64
 
 
 def push_attributor(
-    attributor: FeaturizedModel, destination: Destination, curvature: bool = True, **facts: Any
+    attributor: "FeaturizedModel", destination: Destination, curvature: bool = True, **facts: Any
 ) -> CommitInfo:
     """Publish the index of an attributor.
 
@@ -387,7 +390,9 @@ def push_attributor(
     return in_main_process(lambda: publish(index(), destination), attributor.processes)
 
 
-def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str, Any]) -> Callable[[], PreparedIndex]:
+def _described(
+    attributor: "FeaturizedModel", curvature: bool, facts: Mapping[str, Any]
+) -> Callable[[], PreparedIndex]:
     """Prepare the solvers of an attributor in all processes.
 
     Returns:
@@ -416,7 +421,7 @@ def _described(attributor: FeaturizedModel, curvature: bool, facts: Mapping[str,
     return index
 
 
-def save_index(attributor: FeaturizedModel, directory: str | os.PathLike[str], **facts: Any) -> None:
+def save_index(attributor: "FeaturizedModel", directory: str | os.PathLike[str], **facts: Any) -> None:
     """Write the files that [`push_attributor`] would upload into a new directory, from which they can be loaded.
 
     Every process calls this function, and the main process writes. The directory appears as a whole or not at all.

@@ -24,12 +24,11 @@ import torch
 import transformers
 import transformers.utils
 import yaml
-from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from safetensors import SafetensorError
 from transformers import dynamic_module_utils
 from transformers.utils import cached_file
 
-from hf_trak.hub.names import MAX_CARD_BYTES, check_card, read_foreign_object, shown, too_large
+from hf_trak.hub.names import MAX_CARD_BYTES, check_card, is_commit, read_foreign_object, shown, too_large
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 
@@ -120,11 +119,6 @@ def check_adapter_config(content: Mapping[str, Any]) -> tuple[str, str | None]:
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"`revision` is {shown(revision)}; expected null or that of the base model")
     return base, revision or None
-
-
-def is_commit(revision: Any) -> bool:
-    """Test for the hash of a commit, whose content never changes."""
-    return isinstance(revision, str) and REGEX_COMMIT_HASH.fullmatch(revision) is not None
 
 
 def _items(content: Any, where: str) -> Iterator[tuple[str, str, Any]]:

@@ -6,7 +6,7 @@ the code of a user (with `own_code.py`).
 
 Digests and names are on disk, so that the same input must give the same identity in later versions.
 
-May import nothing else of hf_trak.
+May import nothing else of hf_trak but `_compat`.
 
 Start with `function_identity.py` or `model_identity.py`.
 """

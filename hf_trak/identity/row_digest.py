@@ -16,15 +16,19 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from datasets import Dataset
 from torch import Tensor
+
+from hf_trak._compat import class_if_imported
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _ROWS = 1000
 
@@ -58,7 +62,8 @@ def fingerprint_dataset(dataset: Any) -> str:
         TypeError: `fingerprint` exists and is not a string, or a row holds a value whose content cannot be hashed.
     """
     digest = xxhash.xxh3_128()
-    if isinstance(dataset, Dataset):
+    kind = class_if_imported("datasets", "Dataset")
+    if kind is not None and isinstance(dataset, kind):
         update_digest(digest, ("datasets.Dataset", len(dataset), json.dumps(dataset.features.to_dict())))
         for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
             for column in table.column_names:
@@ -365,7 +370,7 @@ class RowContents:
     columns: tuple[str, ...]
     digests: Tensor
 
-    def changed(self, rows: Dataset, numbers: Sequence[int]) -> list[int]:
+    def changed(self, rows: "Dataset", numbers: Sequence[int]) -> list[int]:
         """List the rows that have another value in any column that both have.
 
         Args:
@@ -382,7 +387,7 @@ class RowContents:
         return [number for number, differs in zip(numbers, wrong.tolist(), strict=True) if differs]
 
 
-def content_digests(rows: Dataset, columns: Sequence[str]) -> Tensor:
+def content_digests(rows: "Dataset", columns: Sequence[str]) -> Tensor:
     """Hash the stored values of some columns.
 
     Args:

@@ -12,8 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from datasets import disable_progress_bars, enable_progress_bars
-from datasets.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
 if TYPE_CHECKING:  # imports torch, and is not needed where nothing is divided
@@ -65,7 +63,7 @@ class RowProgress:
         return cls(rows, description, processes=processes.num_processes, show=main, announce=main and announce)
 
     def __post_init__(self) -> None:
-        hidden = not self.show or are_progress_bars_disabled()
+        hidden = not self.show or _bars_are_hidden()
         self._bar = tqdm(total=self.rows, desc=self.description, unit="rows", disable=hidden)
         self._done = self._batches = 0
         self._first: tuple[float, int] | None = None
@@ -116,14 +114,24 @@ def say(log: logging.Logger, text: str) -> None:
         text: the line.
     """
     log.info("%s", text)
-    if not log.isEnabledFor(logging.INFO) and not are_progress_bars_disabled():
+    if not log.isEnabledFor(logging.INFO) and not _bars_are_hidden():
         tqdm.write(text, file=sys.stderr)
+
+
+def _bars_are_hidden() -> bool:
+    from datasets.utils import (
+        are_progress_bars_disabled,
+    )  # takes more than a second, which who shows none need not wait
+
+    return are_progress_bars_disabled()
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Return a context in which `datasets` shows no bars. Afterwards it is as it was before."""
-    silent = are_progress_bars_disabled()
+    from datasets import disable_progress_bars, enable_progress_bars
+
+    silent = _bars_are_hidden()
     disable_progress_bars()
     try:
         yield

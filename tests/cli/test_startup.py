@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_server import TOKEN, environment, serving
 from report_runs import build
 from torch import Tensor, nn
 
@@ -73,9 +74,10 @@ COMMANDS = {
     "parser": NO_MODEL | {"torch", "datasets", "transformers"},
     "report RUN": NO_MODEL | {"torch", "transformers"},
     **dict.fromkeys(
-        ("inspect STORE", "inspect STORE --check", "export STORE --to NEW", "push", "selftest", "convert"),
+        ("inspect STORE", "inspect STORE --check", "export STORE --to NEW", "selftest", "convert"),
         NO_MODEL | {"datasets", "transformers"},
     ),
+    "push STORE --repo_id me/index": NO_MODEL - {"accelerate"} | {"datasets", "transformers"},
     "evaluate": NO_MODEL - {"accelerate"} | {"transformers"},
     **dict.fromkeys(("attribute", "estimate", "featurize", "serve", "verify"), SLOW),
 }
@@ -112,7 +114,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     for name, absent in COMMANDS.items():
         stages["" if "torch" in absent else "torch" if "datasets" in absent else "datasets"].append(name)
     command = [sys.executable, "-c", IN_FORKS, json.dumps([*stages.items()]), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    with serving() as hub:
+        variables = {**environment(hub, place / "home"), "HF_TOKEN": TOKEN}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert not any(failed for _, failed, *_ in found), done.stderr
     return {name: {*modules} for name, _, *modules in found}

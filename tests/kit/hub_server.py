@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -377,15 +378,24 @@ def file_entry(path: str, data: bytes) -> dict[str, Any]:
     return entry
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
+@contextmanager
+def serving() -> Iterator[Hub]:
     """Start a Hub without repos."""
     server = Hub()
     thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
+    try:
+        yield server
+    finally:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """Start a Hub without repos."""
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture
