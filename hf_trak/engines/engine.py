@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_trak.errors import StoreError
 from hf_trak.scores.gram import GramSum, column_squares
+from hf_trak.scores.gram_sample import Over, Reduction
 from hf_trak.scores.scorer import part_blocks
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.scores.topk import TopK
@@ -112,6 +113,15 @@ def gram_of_shards(engine: Engine, shards: ShardSet) -> Tensor:
     for integers in _results(engine, partial(_integers, shards, largest), count, torch.float64):
         total.integers += integers.view(k, k)
     return total.result()
+
+
+def over_shards(engine: Engine, shards: ShardSet) -> Over:
+    """Return the function that calls another with the shards that fall to each process of an engine."""
+
+    def over(function: Callable[[Sequence[int]], Tensor], reduction: Reduction) -> Tensor:
+        return reduce(reduction, _results(engine, function, len(shards), torch.float64))
+
+    return over
 
 
 def failed(engine: str, error: Exception) -> StoreError:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from hf_trak.engines.engine import Engine, best_of_shards, gram_of_shards
+from hf_trak.engines.engine import Engine, best_of_shards, gram_of_shards, over_shards
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Answer, Question
@@ -10,6 +10,7 @@ from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.featurize.reranking import reranked, two_passes
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank, check_best_rows
+from hf_trak.scores.gram_sample import sample_size, sampled_gram
 from hf_trak.scores.score_files import ScoreFiles, top_k_columns
 from hf_trak.scores.scored_dataset import weighted_blocks
 from hf_trak.scores.scorer import PlannedScores
@@ -98,9 +99,14 @@ def _by_engine(
     assert isinstance(method, Index)
     store, scorer = model.store, model.scorer_with(method.lambda_relative)
     shards = [store.train(model_id) for model_id in question.ids]
+    size = sample_size(store.train_size, store.proj_dim)
     for model_id, of_checkpoint in zip(question.ids, shards, strict=True):
         if scorer.solvers.choice(model_id).kind == "primal" and store.read_gram(model_id) is None:
-            store.write_gram(model_id, gram_of_shards(engine, of_checkpoint), store.train_size)
+            if size is None:
+                store.write_gram(model_id, gram_of_shards(engine, of_checkpoint), store.train_size)
+            else:
+                found = sampled_gram(store, model_id, size, over_shards(engine, of_checkpoint), scorer.device)
+                store.write_gram(model_id, found.matrix, found.n, found.sample, found.spread)
     targets = model.precondition(question, method.lambda_relative).rows
     ends = best_of_shards(engine, shards, targets, min(top_k, store.train_size))
     return Answer(top_k_columns(*ends), method, lambda: planned(model, question, method).blocks)

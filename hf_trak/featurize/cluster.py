@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hf_trak.featurize.estimation import Estimate
 from hf_trak.runtime.checks import byte_size, checked_int
 from hf_trak.runtime.progress import duration
+from hf_trak.scores.gram_sample import sample_size
 
 DECODE_SECONDS = 1.0e-9
 """Processor seconds to read a number of a row and decode it, with one thread (`benchmarks/pages/codes.md`)."""
@@ -71,7 +72,7 @@ def cluster_cost(estimate: Estimate, nodes: int, read_bandwidth: float, price: f
     """Work out what an index takes on several machines.
 
         featurize = C · (n + m) / processes / (rows per second of a process)
-        XᵀX       = C · n · k² · GRAM_SECONDS / processes
+        XᵀX       = C · min(n, rows of a sample) · k² · GRAM_SECONDS / processes
         reading   = bytes / (nodes · bandwidth)
         multiply  = C · n · k · (DECODE_SECONDS + m · MULTIPLY_SECONDS) / processes
 
@@ -99,6 +100,7 @@ def cluster_cost(estimate: Estimate, nodes: int, read_bandwidth: float, price: f
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise ValueError(f"`price_per_hour` is {price}. Expected a price of at least 0, or none.")
     n, k, m = estimate.train_size, estimate.proj_dim, max(1, estimate.n_targets)
+    rows = (sample_size(n, k) or n) if estimate.solver.kind == "primal" else 0
     numbers, features = estimate.checkpoints * n * k, estimate.stages["features"]
     seconds = [estimate.stages[name].seconds for name in ("features", "targets")]
     return ClusterCost(
@@ -107,7 +109,7 @@ def cluster_cost(estimate: Estimate, nodes: int, read_bandwidth: float, price: f
         read_bandwidth=read_bandwidth,
         index_bytes=features.disk,
         featurize_seconds=None if None in seconds else sum(one or 0.0 for one in seconds),
-        gram_seconds=numbers * k * GRAM_SECONDS / estimate.processes if estimate.solver.kind == "primal" else 0.0,
+        gram_seconds=estimate.checkpoints * rows * k * k * GRAM_SECONDS / estimate.processes,
         read_seconds=features.disk / (nodes * read_bandwidth),
         multiply_seconds=numbers * (DECODE_SECONDS + m * MULTIPLY_SECONDS) / estimate.processes,
         price=price,

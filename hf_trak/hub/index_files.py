@@ -15,6 +15,7 @@ from hf_trak.featurize.calibration import Calibration
 from hf_trak.hub.files import Bounds, IndexFiles, check_file, tensor_bytes
 from hf_trak.hub.manifest import INDEX_DIGITS, TrainSource
 from hf_trak.identity.row_digest import RowContents, content_digests
+from hf_trak.scores.gram_sample import sample_size
 from hf_trak.scores.solvers import DEFAULT_RANK, PLAIN_PRIMAL, few_rows
 from hf_trak.scores.subspace import ALGORITHM
 from hf_trak.store.checkpoint_records import normalized
@@ -65,7 +66,10 @@ def file_bounds(store: FeatureStore, path: str) -> Bounds:
     if name == REFERENCES_FILE:
         return REFERENCE_BYTES
     if name == GRAM_FILE:
-        return tensor_bytes({"gram": TensorSpec((store.proj_dim, store.proj_dim), _FLOATS)})
+        spec = TensorSpec((store.proj_dim, store.proj_dim), _FLOATS)
+        if sample_size(store.train_size, store.proj_dim) is None:
+            return tensor_bytes({"gram": spec})
+        return Bounds(tensor_bytes({"gram": spec}).least, tensor_bytes({"gram": spec, "spread": spec}).most)
     if rank := low_rank_of(name):
         return tensor_bytes(low_rank_specs(store.proj_dim, rank))
     most = tensor_bytes(_digest_specs(store.train_size, MAX_COLUMNS if name == TRAIN_ROWS_FILE else 1)).most

@@ -116,7 +116,9 @@ class IndexStore(FeatureStore):
                 f"{self.files.name} was made with {expected}. Expected the same weights. Pass them in `checkpoints=`."
             )
 
-    def write_gram(self, model_id: int, gram: torch.Tensor, n: int) -> None:
+    def write_gram(
+        self, model_id: int, gram: torch.Tensor, n: int, sample: int | None = None, spread: torch.Tensor | None = None
+    ) -> None:
         """Write XᵀX of a checkpoint into the directory for results, where none is published.
 
         Raises:
@@ -124,7 +126,7 @@ class IndexStore(FeatureStore):
         """
         if self.manifest.solvers.get(model_id) == GRAM_FILE:
             refuse_writing(self.files.name)
-        super().write_gram(model_id, gram, n)
+        super().write_gram(model_id, gram, n, sample, spread)
 
     def tidy(self, directory: Path) -> None:
         """Remove what dead processes left in a directory, unless it is one of the index, where no file is removed."""
@@ -329,7 +331,7 @@ class IndexStore(FeatureStore):
             gram = read(model_id)
             if gram is None:
                 raise StoreError("it was removed while it was read")
-            index_files.check_finite({"gram": gram.matrix})
+            index_files.check_finite({"gram": gram.matrix} | ({} if gram.spread is None else {"spread": gram.spread}))
             return gram
 
         return self._checked(f"{self.checkpoint_dir(model_id).name}/{GRAM_FILE}", checked)

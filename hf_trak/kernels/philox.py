@@ -16,7 +16,8 @@ Use of the bits, the same for every map (`hf_trak/projectors/reference.py` defin
 No two combinations of (seed, model id, stream, position, column block) share key and counter, so no two checkpoints,
 seeds, maps or parameters share random bits. The layout guarantees this, not a hash.
 
-Labels drawn from a model (`hf_trak/modelout_functions/draws.py`) are no map: their position is a row of the dataset.
+Labels drawn from a model (`hf_trak/modelout_functions/draws.py`) and samples of rows (`hf_trak/scores/gram_sample.py`)
+are no maps: their position is a row of the dataset.
 """
 
 from enum import IntEnum
@@ -57,6 +58,7 @@ class Stream(IntEnum):
     FACTORED_1_RIGHT = 9
     SOLVER_SIGNS_1 = 128
     SOLVER_NORMALS_1 = 129
+    GRAM_ROWS_1 = 130
 
 
 def philox_4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,9 @@ from hf_trak.config import SolverName
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.runtime.processes import Processes, map_shards
+from hf_trak.runtime.progress import say
 from hf_trak.scores.gram import GramSum, column_squares
+from hf_trak.scores.gram_sample import SAMPLE, Reduction, sample_size, sampled_gram
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.solvers import SolverReport, Solvers
@@ -175,15 +177,26 @@ class Scorer:
             return found is not None
 
         if not self.processes.broadcast_from_main(look):
-            matrix = self._sum_gram(model_id)
+            size = sample_size(self.n, self.k)
+            if size is None:
+                matrix = self._sum_gram(model_id)
+                summed = Gram(matrix, float(matrix.diagonal().sum()), self.n)
+            else:
+                summed = sampled_gram(self.store, model_id, size, self._over, self.device)
 
             def keep() -> None:
                 nonlocal found
-                self.store.write_gram(model_id, matrix, self.n)
+                self.store.write_gram(model_id, summed.matrix, self.n, summed.sample, summed.spread)
                 found = self.store.read_gram(model_id)
 
             self.processes.broadcast_from_main(keep)
         return found
+
+    def _over(self, function: Callable[[Sequence[int]], Tensor], reduction: Reduction) -> Tensor:
+        """Call a function with the shards of this process, and add up the results of all, or take the largest."""
+        with self.processes.all_or_none():
+            found = function(self.processes.share(len(self.store.train(self.store.model_ids[0]))))
+        return self.processes.add(found) if reduction is torch.add else self.processes.maximum(found)
 
     def _sum_gram(self, model_id: int) -> Tensor:
         """Sum XᵀX over the shards of all processes, in two passes: the first finds the scale, see [`GramSum`]."""
@@ -235,16 +248,23 @@ class Scorer:
         return self.processes.broadcast_tensor_from_main(solve, (m, self.k))
 
     def system(self, model_id: int, gram: Gram) -> RidgeSystem:
-        """Factorize XᵀX + λI of a checkpoint, and log λ and the condition number.
+        """Factorize XᵀX + λI of a checkpoint, and log λ, the condition number, and the error of a sample.
 
         Raises:
             SingularGramError: the ridge is too small for these features.
         """
         lam = ridge_lambda(gram.trace, self.n, self.k, self.lambda_relative)
-        system = RidgeSystem(gram.matrix, lam)
+        system = RidgeSystem(gram.matrix, lam, gram.spread)
         logger.info(
             "Checkpoint %d: λ = %.6g, condition number of XᵀX + λI about %.2e.", model_id, lam, system.condition
         )
+        if gram.sample is not None:
+            say(
+                logger,
+                f"Checkpoint {model_id}: XᵀX is estimated from {gram.sample:,} of {self.n:,} rows, which changes the "
+                f"score of a row for a target by at most about {system.error:.2g} times the geometric mean of their "
+                "self-influences.",
+            )
         return system
 
     def blocks(
@@ -288,6 +308,8 @@ class Scorer:
             Plain JSON. Scores with equal identities have equal bits.
         """
 
+        solvers = self.solvers.identity(model_ids)  # all processes choose them together
+
         def describe() -> list[dict[str, Any]]:
             return [
                 {
@@ -295,6 +317,7 @@ class Scorer:
                     "model_id": model_id,
                     "targets": shards.content_hash,
                     "train": self.store.train(model_id).content_hash,
+                    **({"gram": SAMPLE} if self._is_sampled(model_id) else {}),
                 }
                 for model_id, shards in zip(model_ids, targets, strict=True)
             ]
@@ -306,8 +329,15 @@ class Scorer:
             "lambda_relative": self.lambda_relative,
             "scores_version": SCORES_VERSION,
             "threads": torch.get_num_threads(),
-            **self.solvers.identity(model_ids),
+            **solvers,
         }
+
+    def _is_sampled(self, model_id: int) -> bool:
+        """Tell whether XᵀX of a checkpoint is estimated from a sample, or will be."""
+        if sample_size(self.n, self.k) is None or self.solvers.choice(model_id).kind != "primal":
+            return False
+        found = self.store.read_gram(model_id)
+        return found is None or found.sample is not None
 
     def self_influence(self, model_ids: Sequence[int]) -> Tensor:
         """Compute τ(z_i, z_i) of every training row, see [`self_influence_blocks`].

@@ -12,6 +12,7 @@ from hf_trak.config import SolverName
 from hf_trak.runtime.checks import checked_int, free_bytes
 from hf_trak.runtime.processes import Processes
 from hf_trak.scores.dual import DualSystem, ensure_kernel, kernel_facts
+from hf_trak.scores.gram_sample import sample_size
 from hf_trak.scores.low_rank import LowRankSystem
 from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from hf_trak.scores.subspace import ALGORITHM, PASSES, PROBES, SubspaceIteration, width_of
@@ -144,8 +145,10 @@ def solver_cost(choice: SolverChoice, n: int, k: int, m: int) -> SolverCost:
     system = _MATRICES * _FLOAT64 * size**2
     buffers = (4 + _FLOAT64) * min(PIECE_NUMBERS, n * k)  # a piece of the features, as it is read and in float64
     if choice.kind == "primal":
-        work = n * k * k + k**3 // 6 + m * k * k
-        return SolverCost("primal", size, True, system, _FLOAT64 * k * k, work)
+        rows = sample_size(n, k)
+        work = (rows or n) * k * k + k**3 // 6 + m * k * k
+        disk = _FLOAT64 * k * k * (1 if rows is None else 2)
+        return SolverCost("primal", size, rows is None, system, disk, work)
     if choice.kind == "dual":
         work = n * n * k // 2 + n**3 // 6 + m * n * (n + 2 * k)
         return SolverCost("dual", size, True, system + buffers, _FLOAT64 * n * n, work)
@@ -206,7 +209,8 @@ class SolverReport:
             others, which is the smaller one, by a factor of k at most.
         error (`float`):
             Bound on the error of scores, beside rounding: x (G + λI)⁻¹ tᵀ is off by at most `error` times the
-            geometric mean of the same for (x, x) and (t, t). 0 for exact solvers.
+            geometric mean of the same for (x, x) and (t, t); about that, where XᵀX is estimated from a sample. 0 for
+            exact solvers.
         captured (`float`): share of trace(XᵀX) in the eigenvalues that are used; 1 for all others than `low_rank`.
     """
 
@@ -229,6 +233,10 @@ class SolverReport:
 
     def __str__(self) -> str:
         text = f"λ = {self.lam:.6g}, condition number of XᵀX + λI about {self.condition:.2e}"
+        if self.kind == "primal" and self.error:
+            text += (
+                f"; XᵀX is estimated from a sample of the rows, an error of about {self.error:.2g} in the same sense"
+            )
         if self.kind == "low_rank":
             text += (
                 f"; {self.size:,} eigenvalues have {self.captured:.2%} of trace(XᵀX), and change the score of a row "

@@ -197,12 +197,13 @@ class RevisedStore(FeatureStore):
         return RevisedShards(pieces)
 
     def read_gram(self, model_id: int) -> Gram | None:
-        """Read X'ᵀX', or correct that of the original; `None` if there is none, or summing is less work."""
+        """Read X'ᵀX', or correct that of the original; `None` if there is none but of a sample, or summing is less
+        work."""
         found = super().read_gram(model_id)
         if found is not None:
             return found
         original = self.base.read_gram(model_id)
-        if original is None or 2 * len(self._excluded) > original.n:
+        if original is None or original.sample is not None or 2 * len(self._excluded) > original.n:
             return None
         self.train(model_id).require_complete("Featurize the added rows first.")
         matrix = original.matrix.to(torch.float64).clone()

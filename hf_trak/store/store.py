@@ -59,11 +59,17 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Gram:
-    """XᵀX over all `n` train rows of one checkpoint, `matrix` (k, k), and its trace."""
+    """XᵀX over all `n` train rows of one checkpoint, `matrix` (k, k), and its trace.
+
+    If it is estimated from a sample, `sample` is the number of its rows, and `spread` (k, k) shows the error, see
+    `hf_trak.scores.gram_sample`.
+    """
 
     matrix: Tensor
     trace: float
     n: int
+    sample: int | None = None
+    spread: Tensor | None = None
 
 
 def check_gram(gram: Tensor, n: int, width: int, n_rows: int, model_id: int) -> None:
@@ -104,9 +110,18 @@ def read_gram_file(path: Path, width: int, n: int, identity: Identity) -> Gram:
     Raises:
         StoreError: the file is missing or damaged, or was computed from something else.
     """
-    specs: Mapping[str, TensorSpec] = {"gram": TensorSpec((width, width), _DTYPES)}
-    matrix = read_tensors(path, identity, specs, n=n)["gram"]
-    saved = read_header(path, identity, specs, n=n).get("trace")
+    specs = {"gram": TensorSpec((width, width), _DTYPES)}
+    header = read_header(path, identity, specs, n=n)
+    saved, sample = header.get("trace"), header.get("sample")
+    if sample is not None:
+        specs |= {"spread": TensorSpec((width, width), _DTYPES)}
+        if type(sample) is not int or not 0 < sample <= n:
+            raise StoreError(
+                f"{path} says that it was estimated from {sample!r} rows. Expected a number up to {n}. Delete this "
+                "file and run the same command again."
+            )
+    tensors = read_tensors(path, identity, specs, n=n)
+    matrix = tensors["gram"]
     found = _trace(matrix)
     # The bound is that of a sum of k terms in another order; both sums are taken in float64.
     if not isinstance(saved, float) or not math.isclose(saved, found, rel_tol=width * 2.0**-52, abs_tol=0.0):
@@ -114,7 +129,7 @@ def read_gram_file(path: Path, width: int, n: int, identity: Identity) -> Gram:
             f"{path} says that the trace is {saved!r}; its matrix has {found!r}. Delete this file and run the same "
             "command again."
         )
-    return Gram(matrix, saved, n)
+    return Gram(matrix, saved, n, sample, tensors.get("spread"))
 
 
 def _trace(matrix: Tensor) -> float:
@@ -452,7 +467,9 @@ class FeatureStore:
 
     # -- the Gram matrix ---------------------------------------------------------------------------------------------
 
-    def write_gram(self, model_id: int, gram: Tensor, n: int) -> None:
+    def write_gram(
+        self, model_id: int, gram: Tensor, n: int, sample: int | None = None, spread: Tensor | None = None
+    ) -> None:
         """Save XᵀX of a checkpoint whose train shards are all written.
 
         Args:
@@ -462,6 +479,8 @@ class FeatureStore:
                 The matrix, float32 or float64.
             n (`int`):
                 Number of rows that it sums over.
+            sample, spread (*optional*):
+                As in [`Gram`], if it is estimated from a sample.
 
         Raises:
             ValueError: shape, dtype or `n` do not fit the store.
@@ -471,7 +490,11 @@ class FeatureStore:
         check_gram(gram, n, self.proj_dim, self.train_size, model_id)
         self.train(model_id).require_complete(_FEATURIZE_REST)
         identity = self._gram_identity(model_id)
-        write_tensors(self._gram_path(model_id), {"gram": gram}, identity, n=n, trace=_trace(gram))
+        tensors, facts = {"gram": gram}, {"n": n, "trace": _trace(gram)}
+        if sample is not None and spread is not None:
+            check_gram(spread, n, self.proj_dim, self.train_size, model_id)
+            tensors, facts = {**tensors, "spread": spread}, {**facts, "sample": sample}
+        write_tensors(self._gram_path(model_id), tensors, identity, **facts)
 
     def read_gram(self, model_id: int) -> Gram | None:
         """Read the saved XᵀX.

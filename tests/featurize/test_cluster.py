@@ -31,7 +31,7 @@ def test_a_billion_rows_by_hand():
     each = 1024 // 2 + 4 + 4  # codes of 4 bits, their scale, and q
     assert cost.index_bytes == pytest.approx(2 * 10**9 * each, rel=1e-4)  # and a header per shard
     assert cost.featurize_seconds == pytest.approx(2 * (10**9 + 100) / 64 / 500, rel=1e-6)
-    assert cost.gram_seconds == pytest.approx(2 * 10**9 * 1024**2 * GRAM_SECONDS / 64)
+    assert cost.gram_seconds == pytest.approx(2 * 256 * 1024 * 1024**2 * GRAM_SECONDS / 64)  # of a sample
     assert cost.read_seconds == pytest.approx(2 * 10**9 * each / 40e9, rel=1e-4)
     assert cost.multiply_seconds == pytest.approx(2 * 10**9 * 1024 * (DECODE_SECONDS + 100 * MULTIPLY_SECONDS) / 64)
     assert cost.score_seconds == cost.multiply_seconds > cost.read_seconds  # 64 threads multiply more slowly than that
