@@ -61,9 +61,11 @@ def _write(store: FeatureStore, to: Path, args: ExportArguments, data: DataArgum
         if missing := [name for name in names if name not in rows.column_names]:
             raise ValueError(f"`columns` names {missing}. Expected columns of the rows: {rows.column_names}.")
         columns = rows.select_columns(names)
+    ridge = None if is_copy(args.output_dir) else remembered(args.output_dir).get("lambda_relative")
     with atomic_directory(to) as place:
         for model_id in store.model_ids:
-            write_table(store, model_id, place / f"checkpoint-{model_id}.{args.format}", columns)
+            path = place / f"checkpoint-{model_id}.{args.format}"
+            write_table(store, model_id, path, columns, lambda_relative=ridge)
     return store
 
 

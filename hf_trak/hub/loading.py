@@ -17,13 +17,13 @@ from transformers import default_data_collator
 from hf_trak.config import DEFAULT_FACTORED_DIM, CurvatureConfig, TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
-from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError
+from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.featurize.definition import COMPARISONS, whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles, refused
-from hf_trak.hub.index_files import TRAIN_ROWS_FILE, check_bounds
+from hf_trak.hub.index_files import TRAIN_ROWS_FILE, check_bounds, check_calibration
 from hf_trak.hub.index_store import IndexStore, open_index, open_repo
 from hf_trak.hub.manifest import MANIFEST_FILE, RUN_OPTIONS, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, load_model
@@ -235,7 +235,9 @@ def _open_tables(name: str, output_dir: str | None) -> TableStore:
     tables = Tables.find([name])
     try:
         check_bounds(tables.config)
-    except ValueError as error:
+        if (calibration := tables.chosen.get("calibration")) is not None:
+            check_calibration(calibration)
+    except (ValueError, StoreError) as error:
         raise refused(tables.name, str(error)) from error
     usual = Path(constants.HF_HOME) / "hf_trak" / f"tables-{tables.digest}"
     return TableStore.over(tables, usual if output_dir is None else output_dir)
@@ -338,6 +340,8 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
     """Put together the settings that the index records, those that define its features, and the caller's options."""
     config = index.store.config
     settings = {} if index.manifest is None else index.manifest.settings
+    if isinstance(index.store, TableStore):
+        settings = {name: one for name, one in index.store.tables.chosen.items() if name == "lambda_relative"}
     projection = str(config.get("projection")).rpartition("-")[0]
     number, usual = {
         "sjlt": (config.get("proj_nonzeros", 1), 1),

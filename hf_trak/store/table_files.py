@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -54,12 +54,14 @@ class TableFacts:
         checkpoint: the record of the checkpoint: `model_id`, `fingerprint`, …
         content: hash of the shards of the checkpoint.
         shards: checksums of the shards, in tables of Lance.
+        chosen: what was chosen for answers, where it was: the ridge `lambda_relative`, and a `calibration`.
     """
 
     config: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
     content: str
     shards: Sequence[str] | None
+    chosen: Mapping[str, Any] = field(compare=False)
 
     @property
     def model_id(self) -> int:
@@ -324,7 +326,10 @@ def facts_of(file: TableFile, path: str | Path) -> TableFacts:
         if type(checkpoint["model_id"]) is not int or type(checkpoint["fingerprint"]) is not str:
             raise TypeError
         shards = None if isinstance(file, pq.ParquetFile) else [str(one) for one in facts["shards"]]
-        return TableFacts(dict(facts["config"]), dict(facts["checkpoint"]), str(facts["content"]), shards)
+        chosen = dict(facts.get("chosen", {}))
+        if "calibration" in chosen and type(chosen["calibration"]["identity"]) is not dict:
+            raise TypeError
+        return TableFacts(dict(facts["config"]), dict(facts["checkpoint"]), str(facts["content"]), shards, chosen)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise not_a_table(path, "its metadata do not say what the rows were computed from") from error
 

@@ -62,6 +62,11 @@ class Tables:
         return next(iter(self.checkpoints.values()))[0].config
 
     @property
+    def chosen(self) -> Mapping[str, Any]:
+        """Return what was chosen for answers, see [`~hf_trak.store.table_files.TableFacts`]."""
+        return {name: one for facts, _ in self.checkpoints.values() for name, one in facts.chosen.items()}
+
+    @property
     def name(self) -> str:
         """Return the tables' names for messages."""
         return ", ".join(map(shown, self.paths))
@@ -114,6 +119,11 @@ class TableStore(FeatureStore):
     def model_ids(self) -> list[int]:
         """Return the ids of the checkpoints that have tables, ascending."""
         return sorted(self.tables.checkpoints)
+
+    def read_calibration(self) -> dict[str, Any] | None:
+        """Return the choice of a method: that of this machine, or else that of the tables."""
+        own = super().read_calibration()
+        return self.tables.chosen.get("calibration") if own is None else own
 
     def train(self, model_id: int) -> "TableShards":
         """Return the training features of a checkpoint, without reading any. Raises as [`FeatureStore.train`]."""

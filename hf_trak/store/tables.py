@@ -8,8 +8,9 @@
 | `q` | float32 | weight of the row in scores, `out_to_loss` |
 
 and columns of the training rows. The type of `codes` has `bits` and `k` in its metadata. The metadata of a file have,
-under `hf_trak`, a sealed JSON object: the configuration of the store, the record of the checkpoint, and the hash of
-its shards, which the shards that are made of a table must have again. Lance tables have the checksum of each shard.
+under `hf_trak`, a sealed JSON object: the configuration of the store, the record of the checkpoint, the hash of its
+shards, which the shards that are made of a table must have again, and the ridge and the calibration that were chosen.
+Lance tables have the checksum of each shard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,10 @@ from hf_trak.errors import StoreError
 from hf_trak.store.atomic import atomic_directory, atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.lance_table import LANCE, LanceTable, write_lance
-from hf_trak.store.sealed import sealed_bytes
+from hf_trak.store.sealed import sealed_bytes, write_sealed
 from hf_trak.store.shard_set import Shard, ShardSet, check_values
 from hf_trak.store.shards import write_tensors
-from hf_trak.store.store import FeatureStore
+from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
 from hf_trak.store.table_files import (
     CODES,
     FACTS,
@@ -155,6 +156,7 @@ def write_table(
     path: str | Path,
     columns: "Dataset | None" = None,
     part: tuple[int, int] = (0, 1),
+    lambda_relative: float | None = None,
 ) -> Path:
     """Write the features of a checkpoint, or a part of them, as one Parquet file or Lance table.
 
@@ -170,6 +172,8 @@ def write_table(
         part (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
             `(i, files)`: part i of so many, for several files that together have all rows, see [`fragments_of`]. Other
             processes can write the others.
+        lambda_relative (`float`, *optional*):
+            The ridge that answers of the table have, unless another is asked for, where it is not the default.
 
     Returns:
         `Path`: the file.
@@ -194,7 +198,13 @@ def write_table(
             f"`part` is {part}. Expected a part from 0 to one less than the number of files, which are at most "
             f"{len(shards)}, one for each shard."
         )
-    facts = {"config": store.config, "checkpoint": store.checkpoint_info(model_id), "content": shards.content_hash}
+    chosen = {"lambda_relative": lambda_relative, "calibration": store.read_calibration()}
+    facts = {
+        "config": store.config,
+        "checkpoint": store.checkpoint_info(model_id),
+        "content": shards.content_hash,
+        "chosen": {name: one for name, one in chosen.items() if one is not None},
+    }
     path = Path(path)
     part_of_shards = range(index * len(shards) // files, (index + 1) * len(shards) // files)
     if path.suffix == LANCE:
@@ -256,7 +266,10 @@ def read_tables(paths: Sequence[str | Path], directory: str | Path) -> FeatureSt
     with atomic_directory(Path(directory)) as place:
         for files in of_checkpoint.values():
             with opened(files[0]) as file:
+                calibration = facts_of(file, files[0]).chosen.get("calibration")
                 _read_checkpoint(file, files, place)
+            if calibration is not None:
+                write_sealed(place / CALIBRATION_FILE, calibration)
     return FeatureStore.load(directory)
 
 

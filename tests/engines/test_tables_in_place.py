@@ -24,6 +24,7 @@ from hf_trak.engines.engine import Engine, LocalEngine
 from hf_trak.engines.ray import RayEngine
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
 from hf_trak.store.sealed import sealed_bytes, unsealed
+from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import FACTS, fragments_of
 from hf_trak.store.tables import write_table
 
@@ -90,6 +91,21 @@ def test_checkpoints_are_averaged_and_targets_grouped(tmp_path: Path) -> None:
     })  # fmt: skip
     expected = first.attribute(exam(), top_k=3, checkpoints={5: weights[5]})
     assert one.attribute(exam(), top_k=3)["trak_scores"][:] == expected["trak_scores"][:]
+
+
+def test_tables_have_the_ridge_that_was_chosen(place: Path, tmp_path: Path) -> None:
+    index = made("int4", place)
+    source = str(index.directory.parent / "trak")
+    path = write_table(FeatureStore.load(source), 0, tmp_path / "index.parquet", lambda_relative=3.0)
+    shards = TrakAttributor.from_pretrained(source, index.model, use_cpu=True)
+    expected = shards.attribute(exam(), top_k=TOP_K, method=Index(lambda_relative=3.0))
+    assert expected["trak_scores"][:] != index.best[True][1]
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "work"), "use_cpu": True}
+    for engine in (None, Shuffling()):
+        ready = TrakAttributor.from_pretrained(str(path), index.model, **options)
+        ready.features.scored_by = engine
+        assert ready.attribute(exam(), top_k=TOP_K, method="index").to_dict() == expected.to_dict()
+    index.asked(None, path, **options, lambda_relative=TrakConfig().lambda_relative)
 
 
 def test_an_engine_does_what_it_can_or_nothing(place: Path, tmp_path: Path) -> None:
@@ -309,6 +325,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "an id that is text": (told("checkpoint", {"model_id": "../..", "fingerprint": "a"}), "metadata do not say"),
     "a configuration that is a list": (told("config", [1]), "metadata do not say"),
     "another model": (told("checkpoint", {"model_id": 0, "fingerprint": "a"}), "Expected one of those"),
+    "a ridge below zero": (told("chosen", {"lambda_relative": -1.0}), "`lambda_relative` is -1.0"),
+    "a ridge that is text": (told("chosen", {"lambda_relative": "a"}), "`lambda_relative` is 'a'"),
+    "a calibration of nothing": (told("chosen", {"calibration": {}}), "metadata do not say"),
+    "a calibration without methods": (told("chosen", {"calibration": {"identity": {}}}), "its figures are none"),
     "another task": (told("task", {"class": "os.system", "settings": {}}), "cannot be built|another configuration"),
 }
 

@@ -16,6 +16,7 @@ from hf_trak.featurize.calibration import Calibration, choose, named
 from hf_trak.methods import Combination
 from hf_trak.scores.scored_dataset import weighted_blocks
 from hf_trak.store.sealed import read_sealed, unsealed, write_sealed
+from hf_trak.store.tables import read_tables, write_table
 from hf_trak.store.verification import verify, verify_store
 
 N, M = 400, 6
@@ -233,6 +234,17 @@ def test_a_published_choice_is_taken(calibrated, tmp_path: Path) -> None:
         TrakAttributor.from_pretrained(
             str(tmp_path / "index"), attributor.model, output_dir=str(tmp_path / "again"), use_cpu=True
         )
+
+
+def test_a_choice_is_in_tables(calibrated, tmp_path: Path) -> None:
+    attributor, found, directory = calibrated
+    path = write_table(attributor.features.store, 0, tmp_path / "index.parquet")
+    loaded = TrakAttributor.from_pretrained(
+        str(path), attributor.model, output_dir=str(tmp_path / "out"), use_cpu=True
+    )
+    assert np.array_equal(scores_of(loaded), scores_of(attributor, method=found.index))
+    again = read_tables([path], tmp_path / "again").output_dir / "calibration.json"
+    assert again.read_bytes() == (directory / "trak" / "calibration.json").read_bytes()
 
 
 def test_what_cannot_be_calibrated_is_refused(calibrated, tmp_path: Path) -> None:
