@@ -606,6 +606,31 @@ def test_parameters_of_two_modules_are_replayed_in_what_encloses_both() -> None:
     check(model, batch)
 
 
+@pytest.mark.parametrize("changed", ["nothing", "before", "after"])
+def test_rows_of_a_table_that_all_samples_look_up(changed: str) -> None:
+    """Some twice, some by negative numbers, taken apart into heads; and rows that are changed in place on the way."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(7, 3))
+            self.lookup = nn.Embedding(6, 3)
+            self.out = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            rows = self.table[torch.tensor([0, -1, 3, 3, -7])]
+            if changed == "before":
+                rows.mul_(3.0)
+            heads = rows.permute(1, 0).contiguous().unsqueeze(0) * 2.0
+            if changed == "after":
+                rows.mul_(3.0)
+            positions = self.lookup(torch.tensor([5, 0, 0, 2, 1]))
+            return {"out": self.out(x[:, None] * heads + positions.T) + (rows + positions).sum(0)[None, :, None]}
+
+    torch.manual_seed(0)
+    check(Model(), (torch.randn(4, 5),))
+
+
 def test_lookups_of_the_engine_are_not_taken_for_the_models() -> None:
     """A layer that is called without the batch, as DoRA does to get at the weight that two layers make."""
 

@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -81,6 +83,13 @@ def resnet() -> Case:
     return ResNetForImageClassification(config), {"pixel_values": torch.randn(B, 3, 32, 32)}, margin
 
 
+def swin() -> Case:
+    config = SwinConfig(
+        image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2, num_labels=3
+    )
+    return SwinForImageClassification(config), {"pixel_values": torch.randn(B, 3, 16, 16)}, margin
+
+
 def lora_llama() -> Case:
     config = LlamaConfig(
         num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=100
@@ -96,7 +105,7 @@ def wide() -> Case:
     return model, {"input": torch.randn(B, 16, 1024)}, lambda result, batch: result.square().sum((1, 2))
 
 
-CASES = (gpt2, bert, vit, resnet, lora_llama)
+CASES = (gpt2, bert, vit, resnet, swin, lora_llama)
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ def steps(case: Case, device: str) -> Steps:
     computer = HookedGradientComputer(model, function_task(output_fn, model), None, None, None)
 
     def featurize() -> Tensor:
-        sink = projector.sink(B, 0, device)
+        sink = projector.sink(len(next(iter(batch.values()))), 0, device)
         computer.stream(batch, sink)
         return sink.result()
 
@@ -201,6 +210,17 @@ def test_linear_layers_take_few_launches(case: Callable[[], Case]) -> None:
 def test_gradients_are_written_and_read_once(case: Callable[[], Case]) -> None:
     model, ours, _ = both(case)
     require_written_once(model, ours)
+
+
+def test_tables_that_all_samples_look_up_take_as_many_launches_for_any_number_of_samples() -> None:
+    """Positions, and relative ones that are taken apart into heads."""
+    for case in (bert, swin):
+        model, batch, output_fn = case()
+        whole, part = (
+            counted(steps((model, {name: value[:rows] for name, value in batch.items()}, output_fn), "cpu").featurize)
+            for rows in (B, B // 2)
+        )
+        assert whole.total.launches == part.total.launches
 
 
 def test_products_cost_as_many_operations_as_those_of_plain_weight_gradients() -> None:

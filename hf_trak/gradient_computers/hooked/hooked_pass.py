@@ -216,9 +216,11 @@ class HookedPass:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
-    def track(self, value: Tensor, roots: tuple[str, ...], lookup: Lookup | None = None) -> Tracked:
+    def track(
+        self, value: Tensor, roots: tuple[str, ...], lookup: Lookup | None = None, via: Tracked | None = None
+    ) -> Tracked:
         """Follow a parameter value that was computed from the parameters `roots`."""
-        tracked = Tracked(value, roots, lookup=lookup)
+        tracked = Tracked(value, roots, lookup=lookup, via=via)
         self.tracked[id(value)] = tracked
         self._kept_alive.append(value)
         return tracked
@@ -282,7 +284,14 @@ class HookedPass:
         if tracked.lookup is not None:
             self._deposit_rows(tracked.roots[0], tracked.lookup, grad.to(tracked.value.dtype))
             return
-        for root, gradient in zip(tracked.roots, self._pulled_back(tracked, grad), strict=True):
+        # rows that were changed in place are others than those that the value was computed from
+        if tracked.via is not None and not tracked.via.value._version:
+            (rows,) = self._pulled_back(tracked, grad, [tracked.via.value])
+            if rows is not None:
+                self.deposit(tracked.via, rows)
+            return
+        stand_ins = [self.stand_ins[root] for root in tracked.roots]
+        for root, gradient in zip(tracked.roots, self._pulled_back(tracked, grad, stand_ins), strict=True):
             if gradient is not None:
                 self.blocks.emit(root, 0, gradient.reshape(self.size, -1))
 
@@ -315,18 +324,17 @@ class HookedPass:
         for name, gradient in whole.items():
             self.deposit(targets[name], gradient.view(self.size, *targets[name].value.shape))
 
-    def _pulled_back(self, tracked: Tracked, grad: Tensor) -> Sequence[Tensor | None]:
-        """Take a gradient `(B, *shape)` through the small graph of a parameter value.
+    def _pulled_back(self, tracked: Tracked, grad: Tensor, ends: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Take a gradient `(B, *shape)` through the small graph of a parameter value, as far as some tensors.
 
         Returns:
-            `(B, *shape of the parameter)` for each root; `None` for one that the value does not depend on.
+            `(B, *shape)` for each of them; `None` for one that the value does not depend on.
         """
         grad = grad.to(tracked.value.dtype)
-        stand_ins = [self.stand_ins[root] for root in tracked.roots]
 
         def pull(cotangent: Tensor, batched: bool) -> Sequence[Tensor | None]:
             return torch.autograd.grad(
-                tracked.value, stand_ins, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=batched
+                tracked.value, ends, cotangent, retain_graph=True, allow_unused=True, is_grads_batched=batched
             )
 
         if tracked.roots not in self.model_trace.unvectorizable:

@@ -188,7 +188,7 @@ class Lookup:
     """Rows of a parameter that all samples look up, such as the positions of a table.
 
     Attributes:
-        ids: returns their numbers, in host memory or on the device of the parameter.
+        ids: returns their numbers, also negative ones, in host memory or on the device of the parameter.
         rows: number of rows of the parameter.
         padding_idx: the row without a gradient; `None` if there is none.
     """
@@ -207,12 +207,14 @@ class Tracked:
         roots: names of the parameters that it is computed from.
         is_parameter: whether it is a parameter itself.
         lookup: what rows of one parameter it is, if it is that; its gradient then takes no graph.
+        via: the looked-up rows that it is computed from alone; its gradient then takes a graph as far as these.
     """
 
     value: Tensor
     roots: tuple[str, ...]
     is_parameter: bool = False
     lookup: Lookup | None = None
+    via: "Tracked | None" = None
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from hf_trak.gradient_computers.hooked.traces import (
     OpTrace,
     ParameterUnsupportedError,
     RestartError,
+    Tracked,
     is_data,
     mark_data,
     outputs_of,
@@ -190,14 +191,16 @@ class ParameterTracker(TorchFunctionMode):
                 self._require_handler(call)
                 hooked_pass.model_trace.batched_ops.add(call.id)
                 raise RestartError
-        lookup = None if hooked_pass.tracing else _lookup_of(call)
+        lookup = via = None
+        if not hooked_pass.tracing:
+            lookup, via = _lookup_of(call), _rows_of(call)
         for tensor in outputs:
             known, version = before.get(id(tensor), (None, 0))
             if known is not None and tensor._version == version:  # what it was, as after `to` the device where it is
                 hooked_pass.tracked[id(tensor)] = known
                 continue
             if tensor.requires_grad and tensor.is_floating_point():
-                hooked_pass.track(tensor, call.roots, lookup)
+                hooked_pass.track(tensor, call.roots, lookup, via)
         return result
 
     def _require_handler(self, call: ParameterCall) -> None:
@@ -207,16 +210,33 @@ class ParameterTracker(TorchFunctionMode):
 
 def _lookup_of(call: ParameterCall) -> Lookup | None:
     """Find out whether an operation does nothing but look rows of one parameter up."""
-    if call.func is not F.embedding:
+    names: tuple[str, ...]
+    if call.func is F.embedding:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    elif call.func is Tensor.__getitem__ and _is_integers(call.args[1]):
+        names = ("weight", "input")
+    else:
         return None
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     table, ids = call.found.get(id(given["weight"])), given["input"]
-    if table is None or not table.is_parameter or given.get("max_norm") or given.get("scale_grad_by_freq"):
+    if table is None or not table.is_parameter or table.value.ndim != 2:
+        return None
+    if given.get("max_norm") or given.get("scale_grad_by_freq"):
         return None
     return Lookup(
         copied_to_host(ids) or partial(Tensor.detach, ids.clone()), table.value.shape[0], given.get("padding_idx")
     )
+
+
+def _is_integers(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+
+
+def _rows_of(call: ParameterCall) -> Tracked | None:
+    """Return the looked-up rows that an operation is computed from, if it is computed from nothing else."""
+    found = {id(known.value): known for known in (known.via or known for known in call.found.values())}
+    known = next(iter(found.values()))
+    return known if len(found) == 1 and known.lookup is not None else None
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -24,14 +24,15 @@ def embedding_pieces(
     larger than a batch.
 
     Args:
-        ids: `(B, *)`, integers. In host memory; elsewhere the host waits for them.
+        ids: `(B, *)`, integers; negative ones count from the last row. In host memory; elsewhere the host waits for
+            them.
         grad: `(B, *, D)`.
         workspace: where the slices are written.
         rows: number of rows of the table.
         padding_idx: the row without a gradient; `None` if there is none.
     """
     size, width = grad.shape[0], grad.shape[-1]
-    flat = ids.cpu().numpy().reshape(-1)
+    flat = ids.cpu().numpy().reshape(-1) % rows
     order = np.argsort(flat, kind="stable")
     if padding_idx is not None:
         order = order[flat[order] != padding_idx % rows]
