@@ -45,12 +45,11 @@ class LanceTable:
             OSError, RuntimeError: it cannot be reached.
         """
         self.metadata = _lance().dataset(str(path)) if known is None else known
+        if self.metadata.base_paths():
+            raise ValueError("it has files outside of its directory")
         self.schema_arrow: pa.Schema = self.metadata.schema
         self._fragments = self.metadata.get_fragments()
         self.num_row_groups = len(self._fragments)
-        files = [file.path for one in self._fragments for file in one.metadata.files]
-        if self.metadata.base_paths() or any("/" in file or "\\" in file for file in files):
-            raise ValueError("it has files outside of its directory")
 
     @property
     def num_rows(self) -> int:

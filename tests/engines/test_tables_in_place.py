@@ -354,12 +354,17 @@ def test_hostile_lance_tables_are_refused(case: str, place: Path, tmp_path: Path
         index.asked(None, path, output_dir=str(tmp_path / "work"))
 
 
-@pytest.mark.parametrize(("engine", "rows"), [(None, 4), (Shuffling(), 13), (None, N)])
-def test_lance_tables_are_asked_in_place(engine: Engine | None, rows: int, index: TableIndex, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "rows", "name"),
+    [(None, 4, "{}/index.lance"), (Shuffling(), 13, "file://{}/index.lance"), (None, N, "file://{}"), (None, 7, "{}")],
+)
+def test_lance_tables_are_asked_in_place(
+    engine: Engine | None, rows: int, name: str, index: TableIndex, tmp_path: Path
+) -> None:
     pytest.importorskip("lance")
-    path = as_lance(index.directory.parent / "whole.parquet", tmp_path / "index.lance", rows)
+    path = as_lance(index.directory.parent / "whole.parquet", tmp_path / "tables/index.lance", rows)
     assert len(fragments_of([path])) == -(-N // rows)
-    index.asked(engine, path, output_dir=str(tmp_path / "work"))
+    index.asked(engine, name.format(path.parent), output_dir=str(tmp_path / "work"))
 
 
 def test_changed_bits_of_lance_tables_change_no_answer(place: Path, tmp_path: Path) -> None:
@@ -383,6 +388,16 @@ def test_changed_bits_of_lance_tables_change_no_answer(place: Path, tmp_path: Pa
     data.unlink()
     with pytest.raises(StoreError, match=f"{path} cannot be used"):
         index.asked(None, path, output_dir=work)
+
+
+def test_lance_tables_stay_in_their_directory(place: Path, tmp_path: Path) -> None:
+    """Others may name any place to read from."""
+    lance: Any = pytest.importorskip("lance")
+    path = as_lance(made("int4", place).directory.parent / "whole.parquet", tmp_path / "index.lance")
+    lance.dataset(path).shallow_clone(str(tmp_path / "clone.lance"), 1)
+    assert lance.dataset(tmp_path / "clone.lance").count_rows() == N
+    with pytest.raises(StoreError, match=r"clone\.lance cannot be used: it has files outside of its directory"):
+        fragments_of([tmp_path / "clone.lance"])
 
 
 def test_what_lance_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
