@@ -862,7 +862,7 @@ class TrakAttributor:
         Args:
             factory (`str`, *optional*, defaults to `"SQ8"`):
                 Kind of the index, as in `faiss.index_factory`: `"Flat"` for float32 and exact scores, `"SQ8"` for 8
-                bits per number, `"IVF1024,SQ8"` to look at a part of the rows.
+                bits per number, `"IVF1024,SQ8"` to look at an eighth of the rows.
             directory (`str` or `Path`, *optional*):
                 Where the index is kept: read if it is there and of these features, and otherwise built and saved.
             checkpoints (*optional*):

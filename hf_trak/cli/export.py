@@ -16,7 +16,11 @@ class ExportArguments:
 
     output_dir: str = option("Directory of the store, or of tables (or one of them); may stand first.")
     to: str = option("Directory of the result, which does not exist yet.")
-    format: Literal["parquet", "lance"] = option("Of the tables; Lance needs the extra `lance`.", "parquet")
+    format: Literal["parquet", "lance", "faiss"] = option(
+        "Of the tables, or `faiss` for what `build_search` reads; they need the extras `lance` and `search`.",
+        "parquet",
+    )
+    factory: str = option("Kind of an index of FAISS, such as `IVF1024,SQ8`.", "SQ8")
     columns: list[str] | None = option("Columns of the training rows to write beside the features.", None)
 
 
@@ -24,7 +28,9 @@ def run(argv: Sequence[str]) -> None:
     """Write tables of a store, one for each checkpoint, or a store of tables.
 
     Raises:
-        ValueError: the result exists, or columns are asked of tables, without training rows, or are not theirs.
+        ValueError: the result exists, or columns are asked of tables, without training rows, or are not theirs, or
+            FAISS knows no such kind of index.
+        ImportError: FAISS is not installed.
         StoreError: a shard or a table is damaged.
     """
     kinds = (ExportArguments, DataArguments, OutputArguments)
@@ -52,6 +58,8 @@ def _write(store: FeatureStore, to: Path, args: ExportArguments, data: DataArgum
     from hf_trak.store.tables import write_table
 
     columns, names = None, args.columns
+    if args.format == "faiss":
+        return _write_search(store, to, args)
     if names is not None:
         if data.dataset_name is None:
             raise ValueError(f"`columns` is {names}, and no training rows are known. Expected `--train_dataset`.")
@@ -66,6 +74,19 @@ def _write(store: FeatureStore, to: Path, args: ExportArguments, data: DataArgum
         for model_id in store.model_ids:
             path = place / f"checkpoint-{model_id}.{args.format}"
             write_table(store, model_id, path, columns, lambda_relative=ridge)
+    return store
+
+
+def _write_search(store: FeatureStore, to: Path, args: ExportArguments) -> FeatureStore:
+    from hf_trak.scores.search import GradientSearch, search_identity
+    from hf_trak.store.atomic import atomic_directory
+
+    if args.columns is not None:
+        raise ValueError(f"`columns` is {args.columns}, and an index has no columns of rows. Leave `--columns` out.")
+    train = [store.train(model_id) for model_id in store.model_ids]
+    vectors = GradientSearch.build(train, store.model_ids, search_identity(args.factory, train), args.factory)
+    with atomic_directory(to) as place:
+        vectors.save(place)
     return store
 
 

@@ -51,7 +51,7 @@ _RARE = (
     "candidates", "max_new_tokens", "distributions", "self_influence", "save_train_dataset", "draws", "count", "part",
     "num_processes", "replay_form", "replay_rows", "replay_steps", "replay_hessian_share", "replay_smoothing",
     "replay_name", "replay_start", "training_args", "rerank_rows", "refine", "all_scores", "scored_by",
-    "device", "nodes", "price_per_hour", "read_bandwidth", "rows_per_second",
+    "device", "nodes", "price_per_hour", "factory", "read_bandwidth", "rows_per_second",
 )  # fmt: skip
 """Other arguments that `--help all` alone prints."""
 

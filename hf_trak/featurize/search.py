@@ -12,8 +12,7 @@ from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.runtime.checks import checked_int
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, fixed_size_list
-from hf_trak.scores.search import RECORD_FILE, GradientSearch
-from hf_trak.store.sealed import content_digest
+from hf_trak.scores.search import RECORD_FILE, GradientSearch, search_identity
 from hf_trak.weights.checkpoints import Checkpoint
 
 
@@ -77,7 +76,7 @@ def build_search(
     [`~hf_trak.TrakAttributor.build_search`]."""
     ids, sources = model.chosen(checkpoints)
     train = [model.store.train(model_id) for model_id in ids]
-    identity = content_digest({"factory": factory, "shards": [shards.content_hash for shards in train]})
+    identity = search_identity(factory, train)
     if directory is not None and (Path(directory) / RECORD_FILE).exists():
         return SearchIndex(model, GradientSearch.load(directory, identity), sources)
     vectors = GradientSearch.build(train, ids, identity, factory)

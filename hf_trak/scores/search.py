@@ -22,7 +22,7 @@ from hf_trak.runtime.checks import required
 from hf_trak.scores.shortlist import PreconditionedTargets
 from hf_trak.scores.streaming import ScaledRows
 from hf_trak.store.atomic import atomic_path
-from hf_trak.store.sealed import Finding, file_digest, read_sealed, write_sealed
+from hf_trak.store.sealed import Finding, content_digest, file_digest, read_sealed, write_sealed
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.verification import judged
 
@@ -30,6 +30,15 @@ VECTORS_FILE, RECORD_FILE = "vectors.faiss", "search.json"
 
 _TRAINING_ROWS = 1 << 16
 """Rows that an index is trained on, from the first shards, if its kind is trained at all."""
+
+_PROBED = 8
+"""An index of lists looks at one of so many lists, where FAISS itself looks at a single one
+(`benchmarks/pages/faiss.md`)."""
+
+
+def search_identity(factory: str, checkpoints: Sequence[ShardSet]) -> str:
+    """Return what an index of a kind over the training features of some checkpoints is made from."""
+    return content_digest({"factory": factory, "shards": [shards.content_hash for shards in checkpoints]})
 
 
 class GradientSearch:
@@ -60,7 +69,7 @@ class GradientSearch:
             model_ids: their ids.
             identity: what the features are made from.
             factory: kind of the index, in the language of `faiss.index_factory`: `"Flat"` is exact, `"SQ8"` takes a
-                quarter of its memory, `"IVF1024,SQ8"` looks at a part of the rows.
+                quarter of its memory, `"IVF1024,SQ8"` looks at an eighth of the rows.
 
         Raises:
             ImportError: `faiss` is not installed.
@@ -80,6 +89,8 @@ class GradientSearch:
             ) from error
         if not index.is_trained:
             index.train(_first(checkpoints, _TRAINING_ROWS))
+        if (lists := faiss.try_extract_index_ivf(index)) is not None:
+            lists.nprobe = max(1, lists.nlist // _PROBED)
         for vectors in _vectors(checkpoints):
             index.add(vectors)
         return cls(model_ids, identity, FaissIndex(custom_index=index))

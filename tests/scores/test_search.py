@@ -7,8 +7,9 @@ import pytest
 from digit_models import DigitNet, digits, make, trained_net
 
 from hf_trak import TrakAttributor
+from hf_trak.cli.main import main
 from hf_trak.errors import StoreError
-from hf_trak.scores.search import verify_search
+from hf_trak.scores.search import GradientSearch, verify_search
 
 faiss = pytest.importorskip("faiss")
 
@@ -73,6 +74,42 @@ def test_damage_to_a_saved_index_is_found(attributor, tmp_path):
     assert found.state == "damaged" and str(path) in found.detail
     with pytest.raises(StoreError, match=r"vectors\.faiss is damaged: its checksum"):
         attributor.build_search("Flat", directory=tmp_path)
+
+
+def test_an_index_of_lists_looks_at_an_eighth_of_them(attributor, tmp_path):
+    targets = digits(200, 240)
+    expected = column(attributor.attribute(targets, top_k=3), "trak_indices")
+
+    def recall(found) -> float:
+        pairs = zip(expected, column(found, "trak_indices"), strict=True)
+        return float(np.mean([len(set(one) & set(other)) / 3 for one, other in pairs]))
+
+    attributor.build_search("IVF16,Flat", directory=tmp_path)
+    index = attributor.build_search("IVF16,Flat", directory=tmp_path)  # as it was saved
+    lists = faiss.extract_index_ivf(index.vectors.index.faiss_index)
+    assert lists.nprobe == 2
+    as_is = recall(index.search(targets, top_k=3))
+    lists.nprobe = 16
+    assert recall(index.search(targets, top_k=3)) > 0.99
+    lists.nprobe = 1
+    assert recall(index.search(targets, top_k=3)) < as_is
+
+
+def test_an_exported_index_is_read_and_no_other(attributor, nets, tmp_path, monkeypatch, capsys):
+    source, to = str(attributor.args.output_dir), tmp_path / "search"
+    assert main(["export", source, "--to", str(to), "--format", "faiss", "--factory", "Flat"]) == 0
+    other = make(nets[0], tmp_path / "other", digits(0, N), seed=1).featurize(nets)
+    monkeypatch.setattr(GradientSearch, "build", None)  # nothing is built again
+    targets = digits(200, 203)
+    found = attributor.build_search("Flat", directory=to).search(targets, top_k=4)
+    np.testing.assert_array_equal(
+        column(found, "trak_indices"), column(attributor.attribute(targets, top_k=4), "trak_indices")
+    )
+    with pytest.raises(StoreError, match="Build it again"):
+        other.build_search("Flat", directory=to)
+    more = [source, "--to", str(tmp_path / "new"), "--format", "faiss", "--columns", "labels"]
+    assert main(["export", *more]) == 1
+    assert "an index has no columns" in capsys.readouterr().err
 
 
 def test_kinds_that_faiss_does_not_know(attributor):
