@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.modelout_functions.batches import unwrapped
@@ -101,6 +100,8 @@ def _of_problem(task: str, config: Any) -> str | None:
 
 def _task_of_class(name: str, config: Any) -> str | None:
     """Look a class of `transformers` up by its name, in the lists by which `AutoModelFor…` finds it."""
+    from transformers.models.auto import modeling_auto  # a second to import, which a task that is given need not wait
+
     for task, mapping in _TASK_MAPPINGS:
         if name in getattr(modeling_auto, mapping, {}).values():
             configs = (config, getattr(config, "text_config", None))

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.auto import modeling_auto
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import as_sequence, entry_of, find_logits, size_of, unwrapped
 from hf_trak.modelout_functions.function import OutputFn, one_per_sample
 
-_CTC_CLASSES = frozenset(modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES.values())
 _SEGMENTATION_CLASSES = frozenset({"SegformerForSemanticSegmentation"})
 
 
@@ -56,10 +54,12 @@ class RowLossModelOutput(BatchedModelOutput):
         return self._row_by_row
 
     def bind(self, model: torch.nn.Module) -> None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES  # a second to import
+
         inner = unwrapped(model)[1]
         names = {cls.__name__ for cls in type(inner).__mro__}
         self._of_rows = None
-        if names & _CTC_CLASSES and hasattr(inner, "_get_feat_extract_output_lengths"):
+        if names & {*MODEL_FOR_CTC_MAPPING_NAMES.values()} and hasattr(inner, "_get_feat_extract_output_lengths"):
             self._of_rows = _CTCLoss(inner)
         elif names & _SEGMENTATION_CLASSES and inner.config.num_labels > 1:
             self._of_rows = _PixelLoss(inner)

@@ -34,8 +34,8 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "transformers", "datasets", "accelerate", "numpy"} & {*done.stdout.splitlines()[-1].split()}
 
 
-def test_scores_of_a_small_model_import_neither_compiler_nor_sharding(tmp_path: Path) -> None:
-    """Each takes a second to import. A model that is compiled or sharded has imported them before."""
+def test_scores_of_a_small_model_import_neither_compiler_nor_sharding_nor_models(tmp_path: Path) -> None:
+    """Each takes a second to import. A model that is compiled, sharded or of transformers has imported them before."""
     code = f"""
 import sys, torch
 from hf_trak import TrakAttributor, TrakConfig
@@ -48,7 +48,7 @@ print(); print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"} & {
+    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers.models"} & {
         *done.stdout.splitlines()[-1].split()
     }
 
@@ -59,6 +59,7 @@ SLOW = {
     "torch.distributed.tensor",
     "torchvision",
     "transformers.modeling_utils",
+    "transformers.models",
 }
 """Modules that take a second or more to import. Commands that load a model import some of them with it."""
 
