@@ -17,6 +17,7 @@ from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.collation import check_repeatable, collation_changes, collation_of
 from hf_trak.identity.function_identity import same_function
 from hf_trak.identity.model_identity import model_changes, version_changes
+from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import differing
 from hf_trak.store.checkpoint_records import Comparison, code_settings
 from hf_trak.version import __version__
@@ -92,7 +93,7 @@ def _by_id(checkpoints: Any, known: Sequence[int]) -> dict[int, Checkpoint | Non
             "`checkpoints` is empty. Expected at least one checkpoint, or `None` for the current weights or all "
             "featurized ones."
         )
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+    if not all(map(is_int, listed)):
         if isinstance(checkpoints, Mapping):  # a state dict
             return {known[0] if len(known) == 1 else 0: checkpoints}
         return dict(zip(known if len(known) == len(listed) else range(len(listed)), listed, strict=True))
@@ -110,7 +111,7 @@ def drawn_rows(n: int, count: int, seed: int) -> list[int]:
 def check_part(part: tuple[int, int]) -> None:
     """Raise `ValueError` unless `part` is `(index, count)` with 0 ≤ index < count."""
     whole = isinstance(part, tuple | list) and len(part) == 2
-    if not whole or any(isinstance(v, bool) or not isinstance(v, int) for v in part) or not 0 <= part[0] < part[1]:
+    if not whole or not all(map(is_int, part)) or not 0 <= part[0] < part[1]:
         raise ValueError(f"`part` is {part!r}. Expected `(index, count)` with 0 ≤ index < count, such as (2, 8).")
 
 

@@ -24,6 +24,7 @@ from hf_trak.gradient_computers import AbstractGradientComputer, AutoGradientCom
 from hf_trak.gradient_computers.base import is_out_of_memory
 from hf_trak.gradient_computers.sharded import ShardedGradientComputer
 from hf_trak.modelout_functions.base import Side
+from hf_trak.runtime.checks import is_int
 from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.progress import RowProgress, log_on_interrupt
 from hf_trak.store.sealed import read_sealed, write_sealed
@@ -86,7 +87,7 @@ class BatchSizeFinder:
             found = read_sealed(self.path, "Delete this file.").get("batch_size")
         except FileNotFoundError:
             return None
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        if not is_int(found, 1):
             raise StoreError(f"{self.path} says {found!r}. Expected a batch size of at least 1. Delete this file.")
         return found
 

@@ -13,6 +13,7 @@ from hf_trak.data.rows import row_count
 from hf_trak.errors import HfTrakError
 from hf_trak.featurize.featurized import FeaturizedModel, Revision
 from hf_trak.identity.row_digest import fingerprint_dataset
+from hf_trak.runtime.checks import is_int
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.revised import RevisedStore
 from hf_trak.store.store import FeatureStore
@@ -90,7 +91,7 @@ def _checked_rows(exclude: Iterable[int], n: int) -> list[int]:
     if not isinstance(exclude, Iterable):
         raise TypeError(f"`rows` is {exclude!r}. Expected numbers of training rows. Pass a list: `[{exclude!r}]`.")
     rows = exclude.tolist() if hasattr(exclude, "tolist") else list(exclude)
-    bad = [row for row in rows if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < n]
+    bad = [row for row in rows if not is_int(row, 0, n - 1)]
     if bad:
         raise ValueError(
             f"`rows` has {bad[:5]}. Expected row numbers of the training dataset, from 0 to {n - 1}. For a boolean "

@@ -33,6 +33,7 @@ from hf_trak.hub.safe_loading import load_dataset
 from hf_trak.identity.own_code import name_of
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.function import task_identity
+from hf_trak.runtime.checks import is_int
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import SUFFIXES, is_address, tables_in
@@ -387,7 +388,7 @@ def _draws(index: _OpenedIndex) -> int:
     """
     collation = index.store.config.get("collation")
     draws = collation.get("draws", 1) if isinstance(collation, dict) else 1
-    if not isinstance(draws, int) or isinstance(draws, bool) or not 1 <= draws <= _MOST_DRAWS:
+    if not is_int(draws, 1, _MOST_DRAWS):
         raise ConfigMismatchError(
             f"The index {index.name} records {draws!r:.100} draws of each random row. Expected a number from 1 to "
             f"{_MOST_DRAWS:,}. Do not use it."

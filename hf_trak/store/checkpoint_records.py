@@ -16,7 +16,7 @@ import torch
 
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.kernels.philox import SEED_LIMIT
-from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.store.atomic import differing, json_bytes, remove_stale_temporaries, safe_name
 from hf_trak.store.codes import LEVELS, ROTATION
 from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, create_sealed, read_sealed, unsealed
@@ -268,7 +268,7 @@ def check_codes(content: Mapping[str, Any]) -> None:
         if content.get(key) != known:
             raise ValueError(f"`{key}` is {content.get(key)!r}. Expected {known!r}.")
     seed = content.get("seed")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+    if not is_int(seed, 0, SEED_LIMIT - 1):
         raise ValueError(f"`seed` is {seed!r}. Expected an integer in 0 … 2⁶³ − 1.")
 
 
