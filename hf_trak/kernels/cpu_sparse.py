@@ -1,149 +1,29 @@
 """The additions of the sparse map by a compiled function, `cuda_ext/cpu/sjlt.c`, where it is available."""
 
-import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable
-from pathlib import Path
+from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from hf_trak.kernels import cache
-from hf_trak.kernels.arguments import VARIABLE
-from hf_trak.kernels.sources import cpu_source
-
-logger = logging.getLogger(__name__)
-
-
-COMPILERS = ("cc", "gcc", "clang")
-
-OPTIONS = ("-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off")
-
-_SECONDS = 60
-
-
-@functools.cache
-def compiler() -> str | None:
-    """Find the C compiler: `$CC` where it is one program, or else `cc`, `gcc` or `clang`. `None` but on Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    given = os.environ.get("CC")
-    for name in (given,) if given else COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
-            return os.path.realpath(path)
-    return None
-
-
-def name_of(name: str) -> str | None:
-    """Name a compiled file by a digest of everything that it depends on; `None` for no compiler."""
-    program = compiler()
-    if program is None:
-        return None
-    status = os.stat(program)
-    key = "\0".join(
-        (cpu_source(name), program, str(status.st_size), str(status.st_mtime_ns), platform.machine(), *OPTIONS)
-    )
-    return f"cpu-{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-
-
-def compiled(name: str, compile_now: bool = True) -> ctypes.CDLL | None:
-    """Load the functions of `cuda_ext/cpu/<name>.c`, from the disk or from the compiler.
-
-    The compiled file is kept where the compiled kernels for GPUs are, see `hf_trak.kernels.cache`. A file that is
-    damaged is compiled again.
-
-    Args:
-        name: name of the file without its suffix.
-        compile_now: whether to compile what is not on the disk.
-
-    Returns:
-        The library, or `None` without a compiler or with one that does not compile the file. A failure is logged.
-    """
-    file = name_of(name)
-    if file is None:
-        return None
-    image = cache.read(file)
-    if image is None and compile_now:
-        image = _compiled_now(name)
-        if image is not None:
-            cache.keep(file, image, f"function {name}")
-    return None if image is None else _loaded(file, image)
-
-
-def _compiled_now(name: str) -> bytes | None:
-    with tempfile.TemporaryDirectory() as scratch:
-        built, given = Path(scratch) / f"{name}.so", Path(scratch) / f"{name}.c"
-        given.write_text(cpu_source(name), encoding="utf-8")
-        command = [str(compiler()), *OPTIONS, "-o", str(built), str(given)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip()
-            logger.info("`%s` failed, so that torch operators are used: %s", " ".join(command), said)
-            return None
-        return built.read_bytes()
-
-
-def _loaded(file: str, image: bytes) -> ctypes.CDLL | None:
-    """Load a library from memory, so that nobody can exchange it after it was checked."""
-    try:
-        handle = os.memfd_create(file)  # stays open: the loader takes libraries of one path for the same one
-        with open(handle, "wb", closefd=False) as memory:
-            memory.write(image)
-        return ctypes.CDLL(f"/proc/self/fd/{handle}")
-    except OSError as error:  # a system without /proc, or a library of another system
-        logger.info("%s cannot be loaded (%s), so that torch operators are used.", file, error)
-        return None
-
-
-_WORTH_COMPILING = 2**27
-
-"""Numbers that torch operators add first, about .1 s: compiling takes longer than a small model's projections."""
-
-
-_LOCK = threading.Lock()
-
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+from hf_trak.kernels.cpu_functions import CompiledFunction
 
 _ARGUMENTS = (
-    _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
+    c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
 )  # fmt: skip
 
 
-class CompiledAddition:
-    """The compiled function of this process: looked for on the disk at first, and compiled when that pays.
-
-    The function and the torch operators give the same bits, so that either may be used for any block. Before its first
-    use the function is compared with torch on a small case, and left alone if the results differ.
-    """
+class CompiledAddition(CompiledFunction):
+    """The function that adds blocks to the accumulators of the sparse map."""
 
     def __init__(self) -> None:
-        self._function: Callable[..., None] | None = None
-        self._looked = self._compiled = False
-        self._numbers = 0
+        super().__init__("sjlt", "sjlt_add", _ARGUMENTS, _is_right)
 
     def usable(self, block: Tensor) -> bool:
-        """Tell whether a block `(B, n)` can be added by the function.
-
-        It can where it is float32 with consecutive columns, on a CPU, unless `HF_TRAK_BACKEND` is `torch`.
-        """
+        """Tell whether a block `(B, n)` can be added by the function: float32, consecutive columns, on a CPU."""
         if block.dtype != torch.float32 or block.device.type != "cpu" or (block.shape[1] > 1 and block.stride(1) != 1):
             return False
-        if os.environ.get(VARIABLE) == "torch":
-            return False
-        if self._function is None and not self._compiled:
-            self._look(block.numel())
-        return self._function is not None
+        return self.is_there(block.numel())
 
     def add(self, sums: Tensor, block: Tensor, first: int, signs: Tensor, offsets: Tensor, steps: Tensor) -> None:
         """Add a block to the accumulators.
@@ -156,33 +36,10 @@ class CompiledAddition:
             offsets: of every chunk of the region, int64.
             steps: of every chunk of the region, int64.
         """
-        assert self._function is not None
-        self._function(
+        self(
             sums.data_ptr(), sums.stride(0), block.data_ptr(), block.stride(0), block.shape[0], block.shape[1], first,
             signs.data_ptr(), offsets.data_ptr(), steps.data_ptr(),
         )  # fmt: skip
-
-    def _look(self, numbers: int) -> None:
-        """Load the function from the disk, or compile it when enough numbers have been added without it."""
-        with _LOCK:
-            self._numbers += numbers
-            worth = self._numbers >= _WORTH_COMPILING
-            if self._compiled or (self._looked and not worth):
-                return
-            self._looked, self._compiled = True, worth
-            library = compiled("sjlt", compile_now=worth)
-            if library is None:
-                return
-            self._compiled = True
-            function = library.sjlt_add
-            function.argtypes, function.restype = _ARGUMENTS, None
-            if _is_right(function):
-                self._function = function
-            else:
-                logger.warning(
-                    "The compiled projection gives other results than torch, and is not used. Please report this with "
-                    "the name and the version of the C compiler."
-                )
 
 
 def _is_right(function: Callable[..., None]) -> bool:

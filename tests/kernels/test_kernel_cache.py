@@ -15,12 +15,12 @@ from places import PYTHONPATH
 from store_jobs import Job
 
 from hf_trak.cli.main import main
-from hf_trak.kernels import cache, cpu_sparse
+from hf_trak.kernels import cache, cpu_functions
 from hf_trak.store.atomic import leftovers
 
 pytestmark = pytest.mark.usefixtures("jobs_with_one_thread")
 
-needs_compiler = pytest.mark.skipif(cpu_sparse.compiler() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(cpu_functions.compiler() is None, reason="no C compiler")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
 
 PLANTED = """
@@ -41,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def planted(place: Path, tmp_path: Path) -> Path:
     """A library with its own digest that leaves a mark when it is loaded."""
-    program, name = cpu_sparse.compiler(), cpu_sparse.name_of("sjlt")
+    program, name = cpu_functions.compiler(), cpu_functions.name_of("sjlt")
     assert program is not None and name is not None
     (tmp_path / "planted.c").write_text(PLANTED % (tmp_path / "mark"))
     built = tmp_path / "planted.so"
@@ -53,7 +53,7 @@ def planted(place: Path, tmp_path: Path) -> Path:
 
 
 def loaded() -> bool:
-    return cpu_sparse.compiled("sjlt", False) is not None
+    return cpu_functions.compiled("sjlt", False) is not None
 
 
 def load(expected: bool) -> None:
@@ -85,7 +85,7 @@ def test_a_directory_that_others_can_write_is_not_used(
     planted.parent.chmod(mode)
     load(False)
     with caplog.at_level(logging.WARNING, "hf_trak"):
-        assert cpu_sparse.compiled("sjlt") is not None
+        assert cpu_functions.compiled("sjlt") is not None
     assert not (tmp_path / "mark").exists() and "others can write to it" in caplog.text
     assert list(planted.parent.iterdir()) == [planted]
 
@@ -116,7 +116,7 @@ def test_what_was_checked_is_what_is_loaded(planted: Path, tmp_path: Path, monke
     """A file that is exchanged after it was read has come too late."""
     evil = planted.read_bytes()
     planted.unlink()
-    assert cpu_sparse.compiled("sjlt") is not None
+    assert cpu_functions.compiled("sjlt") is not None
     read = cache.read
 
     def exchanged(name: str) -> bytes | None:
@@ -126,7 +126,7 @@ def test_what_was_checked_is_what_is_loaded(planted: Path, tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(cache, "read", exchanged)
-    assert cpu_sparse.compiled("sjlt", compile_now=False) is not None
+    assert cpu_functions.compiled("sjlt", compile_now=False) is not None
     assert not (tmp_path / "mark").exists()
 
 
@@ -168,16 +168,16 @@ import torch
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.kernels import cache, cpu_sparse
+from hf_trak.kernels import cache, cpu_functions
 from hf_trak.kernels.cpu_sparse import compiled_addition
 
 assert cache.directory() is None
-cpu_sparse._WORTH_COMPILING = 0
+cpu_functions._WORTH_COMPILING = 0
 model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16)).eval()
 rows = Dataset.from_dict({"input_ids": [[i % 50, 7 * i % 50, 3, 4] for i in range(8)]})
 rows = rows.map(lambda row: {"labels": row["input_ids"], "attention_mask": [1] * 4})
 TrakAttributor(model, TrakConfig(output_dir="out", proj_dim=32), rows, task="causal_lm").featurize()
-assert cpu_sparse.compiler() is None or compiled_addition._function is not None
+assert cpu_functions.compiler() is None or compiled_addition._function is not None
 """
 
 

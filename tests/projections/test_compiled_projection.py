@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_trak.kernels import cpu_sparse, sources, torch_sparse
-from hf_trak.kernels import cpu_sparse as cpu_compiler
+from hf_trak.kernels import cpu_functions, sources, torch_sparse
 from hf_trak.kernels.cpu_sparse import CompiledAddition
 from hf_trak.projectors import SparseProjector
 
-needs_compiler = pytest.mark.skipif(cpu_compiler.compiler() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(cpu_functions.compiler() is None, reason="no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +21,10 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TRAK_BACKEND", raising=False)
     addition = CompiledAddition()
     monkeypatch.setattr(torch_sparse, "compiled_addition", addition)
-    monkeypatch.setattr(cpu_sparse, "_WORTH_COMPILING", 0)
-    cpu_compiler.compiler.cache_clear()
+    monkeypatch.setattr(cpu_functions, "_WORTH_COMPILING", 0)
+    cpu_functions.compiler.cache_clear()
     yield addition
-    cpu_compiler.compiler.cache_clear()
+    cpu_functions.compiler.cache_clear()
 
 
 def projected(gradients, cuts=(), k=512, nonzeros=1):
@@ -108,7 +107,7 @@ def test_rows_that_are_apart_are_added(monkeypatch, fresh):
 
 @needs_compiler
 def test_it_is_compiled_when_that_pays_and_read_from_the_disk_at_once(monkeypatch, fresh):
-    monkeypatch.setattr(cpu_sparse, "_WORTH_COMPILING", 2**20)
+    monkeypatch.setattr(cpu_functions, "_WORTH_COMPILING", 2**20)
     small = torch.randn(1, 2**19)
     assert not fresh.usable(small)
     assert fresh.usable(small)
@@ -118,13 +117,13 @@ def test_it_is_compiled_when_that_pays_and_read_from_the_disk_at_once(monkeypatc
 
 @needs_compiler
 def test_a_damaged_file_is_compiled_again(tmp_path):
-    assert cpu_compiler.compiled("sjlt") is not None
-    path = tmp_path / "cache" / cpu_compiler.name_of("sjlt")
+    assert cpu_functions.compiled("sjlt") is not None
+    path = tmp_path / "cache" / cpu_functions.name_of("sjlt")
     content = path.read_bytes()
     for damaged in (content[:1000], b"", content[:2000] + bytes([content[2000] ^ 1]) + content[2001:]):
         path.write_bytes(damaged)
-        assert cpu_compiler.compiled("sjlt", compile_now=False) is None
-        assert cpu_compiler.compiled("sjlt") is not None
+        assert cpu_functions.compiled("sjlt", compile_now=False) is None
+        assert cpu_functions.compiled("sjlt") is not None
         assert path.read_bytes() == content
 
 
@@ -133,7 +132,7 @@ def test_a_directory_that_cannot_be_written_to_is_reported(monkeypatch, tmp_path
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_TRAK_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.WARNING, "hf_trak"):
-        assert cpu_compiler.compiled("sjlt") is not None
+        assert cpu_functions.compiled("sjlt") is not None
     assert "compiled again in every process" in caplog.text
 
 
@@ -163,7 +162,7 @@ def test_a_function_with_other_results_is_not_used(monkeypatch, fresh, caplog):
     right = sources.cpu_source("sjlt")
     wrong = right.replace("bits ^=", "bits |=")
     assert wrong != right
-    monkeypatch.setattr(cpu_compiler, "cpu_source", lambda name: wrong)
+    monkeypatch.setattr(cpu_functions, "cpu_source", lambda name: wrong)
     with caplog.at_level(logging.WARNING, "hf_trak"):
         assert not fresh.usable(torch.randn(2, 30_000))
     assert "gives other results than torch" in caplog.text

@@ -1,6 +1,6 @@
 """Products with codes are those of the decoded rows, with the same bits however rows and work are divided."""
 
-import time
+import os
 
 import pytest
 import torch
@@ -9,10 +9,12 @@ from test_transfers import LateEngine
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError
+from hf_trak.kernels import cpu_functions
+from hf_trak.kernels.cpu_codes import CompiledProducts
 from hf_trak.runtime import transfers
 from hf_trak.runtime.processes import map_shards
 from hf_trak.scores import coded_products, streaming
-from hf_trak.scores.coded_products import FloatTargets, IntegerTargets, coded_targets, has_int8_products
+from hf_trak.scores.coded_products import LARGEST, IntegerTargets, PlaneTargets, coded_targets
 from hf_trak.scores.streaming import ScaledRows, score_blocks
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard
@@ -31,10 +33,14 @@ FORMS = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["int8", "float32"])
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
 def multiplied(request, monkeypatch) -> None:
-    """Multiply integers as a CPU with instructions for int8 does, and as one without them."""
-    monkeypatch.setattr(coded_products, "has_int8_products", lambda: request.param == "int8")
+    """Multiply integers by the compiled function, and by torch as without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setenv("HF_TRAK_BACKEND", "torch")
+    elif cpu_functions.compiler() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(cpu_functions, "_WORTH_COMPILING", 0)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -60,41 +66,47 @@ def exact(coded: CodedRows) -> Tensor:
     return coded.decode(scaled=False).double() * coded.scale.double().unsqueeze(1)
 
 
-def rounding_of_targets(coded: CodedRows, targets: Tensor, digits: int) -> Tensor:
+def rounding_of_targets(coded: CodedRows, targets: Tensor, largest: int = LARGEST) -> Tensor:
     """Half a step for every entry of a target, and the rounding of three products: step, scale, float32."""
-    steps = targets.double().abs().amax(dim=1) / (127 * sum(256**digit for digit in range(digits)))
+    steps = targets.double().abs().amax(dim=1) / largest
     rows = exact(coded)
     last = gamma(2) * (rows @ targets.double().T).abs()
     return rows.abs().sum(dim=1, keepdim=True) * steps / 2 * (1 + gamma(2)) + last
 
 
 @pytest.mark.parametrize(("bits", "k"), FORMS)
-@pytest.mark.parametrize("digits", [1, 2, 3])
-def test_integer_products_are_those_of_decoded_rows_and_rounded_targets(bits, k, digits):
+def test_integer_products_are_those_of_decoded_rows_and_rounded_targets(bits, k):
     coded, targets = encoded(37, bits, k), drawn_targets(3, k)
-    found = IntegerTargets(targets, coded.form, digits).product(coded)
-    assert_within(found, exact(coded) @ targets.double().T, rounding_of_targets(coded, targets, digits))
+    found = IntegerTargets(targets, coded.form).product(coded)
+    assert_within(found, exact(coded) @ targets.double().T, rounding_of_targets(coded, targets))
 
 
 @pytest.mark.parametrize(("bits", "k"), FORMS)
 def test_float_products_are_those_of_decoded_rows(bits, k):
     coded, targets = encoded(37, bits, k), drawn_targets(3, k)
-    found = FloatTargets(targets, coded.form).product(coded)
+    found = PlaneTargets(targets, coded.form).product(coded)
     rows = exact(coded)
     assert_within(found, rows @ targets.double().T, product_bound(rows, targets.T, extra=2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 5, 128, 129, 300])
-@pytest.mark.parametrize("kind", [IntegerTargets, FloatTargets])
+@pytest.mark.parametrize("kind", [IntegerTargets, PlaneTargets])
 def test_any_number_of_targets(kind, m):
     coded, targets = encoded(5, 2, 3000), drawn_targets(m, 3000)
     rows = exact(coded)
     found = kind(targets, coded.form).product(coded)
-    bound = rounding_of_targets(coded, targets, 3) + product_bound(rows, targets.T, extra=2)
+    bound = rounding_of_targets(coded, targets) + product_bound(rows, targets.T, extra=2)
     assert_within(found, rows @ targets.double().T, bound)
 
 
-def test_three_digits_are_as_exact_as_float32():
+def rounded_to(bits: int, targets: Tensor, coded: CodedRows) -> Tensor:
+    """Products with targets that are rounded to integers of so many bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded_products, "LARGEST", 2 ** (bits - 1) - 1)
+        return IntegerTargets(targets, coded.form).product(coded)
+
+
+def test_24_bits_are_as_exact_as_float32():
     """Measured against targets in float64, beside products of decoded rows in float32."""
     coded, targets = encoded(64, 1, 8192), drawn_targets(20, 8192)[:-1]
     right = exact(coded) @ targets.double().T
@@ -103,15 +115,15 @@ def test_three_digits_are_as_exact_as_float32():
     def error(products: Tensor) -> float:
         return float(((products - right) / norms).nan_to_num().square().mean().sqrt()) * 8192**0.5
 
-    errors = [error(IntegerTargets(targets, coded.form, digits).product(coded)) for digits in (1, 2, 3)]
-    # A step of 2 max|a| / 2⁸ᵈ, max|a| between 3.3σ and 5σ, has a rounding error of step / √12.
-    for digits, found in enumerate(errors, start=1):
-        assert 3.3 < found * 2 ** (8 * digits) / 2 * 12**0.5 < 5.5
-    assert errors[2] < error(coded.decode() @ targets.T)
+    errors = {bits: error(rounded_to(bits, targets, coded)) for bits in (8, 16, 24)}
+    # A step of 2 max|a| / 2ᵇ, max|a| between 3.3σ and 5σ, has a rounding error of step / √12.
+    for bits, found in errors.items():
+        assert 3.3 < found * 2**bits / 2 * 12**0.5 < 5.5
+    assert errors[24] < error(coded.decode() @ targets.T)
 
 
 def test_targets_that_are_almost_orthogonal_to_all_rows():
-    """A small ridge makes them, of what no training row explains. Three digits lose no more than float32 does."""
+    """A small ridge makes them, of what no training row explains. 24 bits lose no more than float32 does."""
     coded = encoded(64, 1, 4096)
     rows, seen = exact(coded), exact(coded)[:20].sum(dim=0)
     noise = drawn(1, 4096, seed=3).double()
@@ -119,21 +131,17 @@ def test_targets_that_are_almost_orthogonal_to_all_rows():
     targets = (seen / seen.norm() + 1000 * unseen / unseen.norm()).float()
     right = rows @ targets.double().T
     wanted = (rows @ (seen / seen.norm())).std()
-    two, three = (
-        float((IntegerTargets(targets, coded.form, digits).product(coded) - right).std()) for digits in (2, 3)
-    )
-    assert two > 0.002 * wanted
-    assert three < 2e-4 * wanted
-    assert three < (coded.decode() @ targets.T - right).std()
+    few, enough = (float((rounded_to(bits, targets, coded) - right).std()) for bits in (16, 24))
+    assert few > 0.002 * wanted
+    assert enough < 2e-4 * wanted
+    assert enough < (coded.decode() @ targets.T - right).std()
 
 
 def test_bits_do_not_depend_on_the_division_of_rows_columns_or_targets(monkeypatch):
     coded, targets = encoded(50, 2, 9_001), drawn_targets(45, 9_001)
     expected = IntegerTargets(targets, coded.form).product(coded)
-    for rows, piece, together in [(7, 100, 16), (50, 999, 48), (1, 4096, 384), (1024, 512, 1024)]:
+    for rows in (7, 50, 1):
         monkeypatch.setattr(coded_products, "_ROWS", rows)
-        monkeypatch.setattr(coded_products, "_PIECE_BYTES", piece)
-        monkeypatch.setattr(coded_products, "_PRODUCTS_TOGETHER", together)
         assert torch.equal(IntegerTargets(targets, coded.form).product(coded), expected)
     assert torch.equal(IntegerTargets(targets[7:8], coded.form).product(coded), expected[:, 7:8])
     prepared = IntegerTargets(targets, coded.form)
@@ -177,33 +185,27 @@ def test_a_target_that_is_not_finite_has_no_finite_products(value):
     assert found[:, 1].isnan().all() and found[:, [0, 2]].isfinite().all()
 
 
-def in_pairs(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply int8 matrices as CPUs without instructions for it do: pairs of products are added in 16 bits."""
-    half = left.shape[1] // 2
-    pairs = left.int().view(-1, half, 2, 1) * right.int().view(half, 2, -1)
-    return pairs.sum(dim=2).clamp(-(2**15), 2**15 - 1).sum(dim=1)
-
-
 def test_both_ways_to_multiply_have_the_same_bits(monkeypatch):
     coded, targets = encoded(50, 4, 9_001), drawn_targets(45, 9_001)
-    found = []
-    for int8 in (True, False):
-        monkeypatch.setattr(coded_products, "has_int8_products", lambda int8=int8: int8)
-        found.append(coded_targets(targets, coded.form).product(coded))
-    assert torch.equal(*found)
+    here = coded_targets(targets, coded.form).product(coded)
+    monkeypatch.setenv("HF_TRAK_BACKEND", "torch")
+    prepared = coded_targets(targets, coded.form)
+    assert torch.equal(prepared.product(coded), here)
+    monkeypatch.delenv("HF_TRAK_BACKEND")  # the function is there from now on
+    assert torch.equal(prepared.product(coded), here)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_int8_products_are_used_only_where_they_are_exact_and_quick(monkeypatch, slow):
-    def after_a_while(left: Tensor, right: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return (left.double() @ right.double()).int()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_int_mm", after_a_while if slow else in_pairs)
-        has_int8_products.cache_clear()
-        assert not has_int8_products()
-    has_int8_products.cache_clear()
+@pytest.mark.parametrize("wrong", [("4096 *", "4095 *"), ("row[i] >> place", "row[0] >> place")])
+def test_a_function_with_other_sums_is_not_used(monkeypatch, tmp_path, caplog, wrong):
+    right = cpu_functions.cpu_source("codes")
+    assert wrong[0] in right
+    monkeypatch.setenv("HF_TRAK_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu_functions, "cpu_source", lambda name: right.replace(*wrong))
+    monkeypatch.setattr(coded_products, "compiled_products", CompiledProducts())
+    coded, targets = encoded(5, 4, 100), drawn_targets(3, 100)
+    found = IntegerTargets(targets, coded.form).product(coded)
+    assert_within(found, exact(coded) @ targets.double().T, rounding_of_targets(coded, targets))
+    assert ("codes_add gives other results" in caplog.text) == ("HF_TRAK_BACKEND" not in os.environ)
 
 
 def shards(coded: CodedRows, q: Tensor, size: int) -> list[Shard]:
