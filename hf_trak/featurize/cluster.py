@@ -8,10 +8,10 @@ from hf_trak.runtime.checks import byte_size, checked_int
 from hf_trak.runtime.progress import duration
 from hf_trak.scores.gram_sample import sample_size
 
-DECODE_SECONDS = 1.0e-9
+DECODE_SECONDS = 2.5e-10
 """Processor seconds to read a number of a row and decode it, with one thread (`benchmarks/pages/codes.md`)."""
 
-MULTIPLY_SECONDS = 1.1e-10
+MULTIPLY_SECONDS = 5.0e-11
 """Processor seconds to multiply a number of a row by that of a target and add it, with one thread (the same page)."""
 
 GRAM_SECONDS = 9.0e-11
