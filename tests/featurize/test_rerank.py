@@ -202,7 +202,7 @@ def test_refined_targets(attributor, exact, nets):
 
 def test_every_stage_has_a_bar(nets, tmp_path, capsys, monkeypatch):
     one = make(nets[0], tmp_path, digits(0, 40), **OPTIONS).featurize().fit_curvature()
-    monkeypatch.setattr("hf_trak.runtime.progress.are_progress_bars_disabled", lambda: False)
+    monkeypatch.setattr("hf_trak.runtime.progress._bars_are_hidden", lambda: False)
     capsys.readouterr()
     one.attribute(targets(), top_k=2, method=Rerank(3), name="mine")
     shown = capsys.readouterr().err
