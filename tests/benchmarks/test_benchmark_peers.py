@@ -90,6 +90,7 @@ def test_text_cases_are_judged_on_the_targets_that_did_not_tune(tmp_path):
         assert set(found["tuning"]["by_lambda"]) == {"0.1", "1"} and found["tuning"]["not_finite"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "bert", "gpt2"])
 def test_what_peers_are_given_is_the_same_function(comparison, name):
     """Inputs for vmap, with masks that it can take, and hf_trak's own definition of the task give the same outputs."""
@@ -104,6 +105,7 @@ def test_what_peers_are_given_is_the_same_function(comparison, name):
     torch.testing.assert_close(single, bare(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "bert"])
 def test_a_classifier_as_a_language_model_is_the_same_function(comparison, name):
     case = comparison["cases"].CASES[name](comparison["cases"].Size(30, 7, hidden_size=8))

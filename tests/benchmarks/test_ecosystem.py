@@ -38,6 +38,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

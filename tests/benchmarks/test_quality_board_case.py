@@ -129,6 +129,7 @@ def started(case: Any) -> tuple[Trainer, _Watch]:
     return trainer, watch
 
 
+@pytest.mark.slow
 def test_training_is_the_boards(started: tuple[Trainer, _Watch]) -> None:
     trainer, watch = started
     assert watch.steps == 72  # 4 epochs of 4,608 rows in batches of 256

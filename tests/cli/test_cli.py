@@ -160,6 +160,7 @@ def test_errors_are_messages_and_tracebacks_on_request(capsys, tmp_path, monkeyp
         main(["report", str(tmp_path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["env", "--help"])
 def test_output_that_nobody_reads_is_no_error(argument):
     """As of `hf-trak env | head -1`, whose reader is gone before the output is."""
@@ -182,6 +183,7 @@ def test_env_names_versions_and_no_token(answer, monkeypatch):
     assert "secret" not in json.dumps(printed)
 
 
+@pytest.mark.slow
 def test_selftest_passes_here_and_notices_what_is_wrong(answer, monkeypatch):
     printed = answer("selftest")
     assert printed["passed"]
@@ -212,6 +214,7 @@ def check_scores(featurized, home, directory):
     np.testing.assert_allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_featurize_gives_what_the_library_gives(featurized, home, tmp_path):
     check_scores(featurized, home, tmp_path / "library")
 
@@ -221,6 +224,7 @@ def test_featurize_by_two_processes_gives_what_the_library_gives(featurized_by_t
     check_scores(featurized_by_two, home, tmp_path / "library")
 
 
+@pytest.mark.slow
 def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     printed = answer("attribute", "--output_dir", str(featurized), "--name", "all", "--all_scores")
     assert printed == {"run": f"{featurized}/scores/all", "targets": N_EVAL, "train_rows": N_TRAIN}
@@ -252,6 +256,7 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     assert store["checkpoints"][0]["shards"] == 3
 
 
+@pytest.mark.slow
 def test_estimate_foretells_what_featurize_writes(featurized, home, answer, capsys):
     config = ["--config", str(home / "run.yaml")]
     printed = answer("estimate", *config)
@@ -271,6 +276,7 @@ def test_estimate_foretells_what_featurize_writes(featurized, home, answer, caps
     assert "--train_size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_mean_of_all_targets(featurized, answer):
     common = ["--output_dir", str(featurized), "--top_k", str(N_TRAIN)]
     each = load_from_disk(answer("attribute", *common, "--name", "each")["run"] + "/run/scored")
@@ -348,6 +354,7 @@ def test_targets_lack_a_column_of_the_training_rows(featurized, home, capsys, tm
         assert f"and not ['{missing}'], which the training rows have" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
     rows = sentences(12, 3)
     names = ["LABEL_0", "LABEL_1"]
@@ -372,6 +379,7 @@ def test_data_files_string_labels_and_checkpoints(home, answer, tmp_path):
 # -- the Hub ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_push_pull_and_attribute_without_the_training_rows(
     featurized, home, answer, hub, client, tmp_path, monkeypatch, capsys
 ):

@@ -87,6 +87,7 @@ def ask(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 # -- what it prints --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_and_the_json_are_those_of_the_library(home: Path, ask: Ask) -> None:
     given = ["--bank", "bank", "--scores", "exact=exact.npy", "noise=noise.npy", "trak=trak/scores/all"]
     (arrow,) = (home / "trak/scores/all").glob("per-target-*.arrow")
@@ -127,6 +128,7 @@ def test_parts_targets_and_a_file_of_arguments(home: Path, ask: Ask, tmp_path: P
     assert [one["part"] for one in repeats["results"]] == ["half-again"]
 
 
+@pytest.mark.slow
 def test_a_bank_on_the_hub(
     home: Path, ask: Ask, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def library(**options: Any) -> tuple[TrakAttributor, Any]:
     return built.attributor, built.preparation.prepare(Dataset.from_json("mine.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer) -> None:
     settings = ("--curvature", "kfac", "--curvature_damping", "0.5", "--curvature_rows", "30")
     printed = answer("curvature", *MODEL, *QUICK, *settings)
@@ -83,6 +84,7 @@ def test_a_fitted_curvature_is_what_exact_scores_use(place: Path, answer: Answer
     assert "none: exact scores, kfac" in Path(run, "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--curvature", "hybrid", "--eval_dataset", "mine.jsonl", "--all_scores", "--no_self_influence")
     run = answer("attribute", "--method", "exact", *MODEL, *QUICK, *settings)["run"]
@@ -98,6 +100,7 @@ def test_exact_scores_need_no_other_command(place: Path, answer: Answer, capsys:
     assert "bert.encoder.layer.0.attention.self.query.weight" in text and "Fitted in" in text
 
 
+@pytest.mark.slow
 def test_an_index_scores_exactly_with_its_rows(
     place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +120,7 @@ def test_an_index_scores_exactly_with_its_rows(
     assert "train_fingerprint: saved" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_checkpoints(place: Path, answer: Answer) -> None:
     printed = answer("curvature", *MODEL, *QUICK, "--checkpoints", "model", "model")
     assert [report["model_id"] for report in printed["reports"]] == [0, 1]
@@ -128,6 +132,7 @@ def test_several_checkpoints(place: Path, answer: Answer) -> None:
     assert len(load_from_disk(f"{run}/run/scored")) == 4
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*argv: str) -> str:
         assert main(list(argv)) == 1
@@ -143,6 +148,7 @@ def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[st
     assert 'kind: saved "ekfac", given "shampoo"' in refused("attribute", *other)
 
 
+@pytest.mark.slow
 def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     answer("curvature", *MODEL, *QUICK, "--curvature_rows", "30")
     (listed,) = answer("inspect", "trak")["curvatures"]
@@ -176,6 +182,7 @@ def test_curvatures_are_listed_and_verified(place: Path, answer: Answer, capsys:
     assert "DAMAGED: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_featurize_measures_the_fidelity_of_its_index(
     place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +197,7 @@ def test_featurize_measures_the_fidelity_of_its_index(
     assert "fidelity" not in answer("featurize", *MODEL, *QUICK, "--shard_size", "10")
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_exact_scores(place: Path) -> None:
     attributor, targets = library()
     attributor.attribute(targets, top_k=5, method="exact")
@@ -200,6 +208,7 @@ def test_a_notebook_shows_exact_scores(place: Path) -> None:
     assert len(every) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["index", "exact"])
 def test_recipes_attribute_with_either_method(place: Path, method: str) -> None:
     rows = sentences(12)

@@ -108,6 +108,7 @@ def features(directory: Path) -> Any:
     return load_file(shard)["grads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["lm", "bert"])
 def test_other_columns_of_text_change_nothing(model: str, models: Path, tmp_path: Path, capsys: Any) -> None:
     """Names of pages beside the text are neither what is featurized nor what is shown."""

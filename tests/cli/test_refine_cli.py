@@ -29,6 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("attribute", *MODEL, QUICK, "--eval_dataset", "mine.jsonl", "--top_k", "5", "--method", "exact")
     assert main([*asked, "--refine", "cg,steps=2,rows=24", "--json"]) == 0, capsys.readouterr().err

@@ -66,6 +66,7 @@ def library(trainer: Trainer, place: str, method: Replay) -> Any:
     return attributor.attribute(load_from_disk("targets"), top_k=None, method=method)["trak_scores"][:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["args.json", INLINE])
 def test_a_recipe_from_a_checkpoint(trainer: Trainer, capsys: pytest.CaptureFixture[str], given: str) -> None:
     """Batch size and steps come from `trainer_state.json`, the rest from the arguments."""
@@ -82,6 +83,7 @@ def test_a_recipe_from_a_checkpoint(trainer: Trainer, capsys: pytest.CaptureFixt
     assert "replay of the recipe" in Path(run, "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_from_its_record_or_its_checkpoints(
     trainer: Trainer, capsys: pytest.CaptureFixture[str], recorded: bool
@@ -104,6 +106,7 @@ def test_a_run_from_its_record_or_its_checkpoints(
     assert "recorded training run: 15 steps, weights at 16 of them" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_asked_for_by_name(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     replay = ("--method", "replay", "--output_dir", "refused")
     trained, start = ("--model", "out/checkpoint-15"), ("--model", "model")
@@ -129,6 +132,7 @@ def test_what_is_not_known_is_asked_for_by_name(trainer: Trainer, capsys: pytest
     assert "TrakCallback(record=True)" in said
 
 
+@pytest.mark.slow
 def test_the_report_of_a_training_and_its_proof(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     """The trainings of the proof are those that the trainer's own code would make, to the bit."""
     ask = [

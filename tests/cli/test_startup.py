@@ -34,6 +34,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "transformers", "datasets", "accelerate", "numpy"} & {*done.stdout.splitlines()[-1].split()}
 
 
+@pytest.mark.slow
 def test_scores_of_a_small_model_import_neither_compiler_nor_sharding_nor_models(tmp_path: Path) -> None:
     """Each takes a second to import. A model that is compiled, sharded or of transformers has imported them before."""
     code = f"""
@@ -123,6 +124,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return {name: {*modules} for name, _, *modules in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", COMMANDS)
 def test_commands_import_what_they_need(module: str, imported: dict[str, set[str]]) -> None:
     assert f"hf_trak.cli.{module.split()[0]}" in imported[module]

@@ -41,6 +41,7 @@ def ask(place: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     return answer
 
 
+@pytest.mark.slow
 def test_given_rows_without_features(ask: Ask, place: Path) -> None:
     printed = ask(*MODEL, *TARGETS, "--target", "2", "--rows", "3", "5", "--draws", "5")
     assert printed["target"] == 2 and printed["rows"] == [3, 5] and len(printed["random"]) == 5
@@ -53,6 +54,7 @@ def test_given_rows_without_features(ask: Ask, place: Path) -> None:
     assert printed["similar_rows"] == list(found.similar_rows)
 
 
+@pytest.mark.slow
 def test_rows_of_a_run(ask: Ask, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["featurize", *MODEL]) == 0
     assert main(["attribute", *TARGETS, "--name", "mine", "--top_k", "6"]) == 0

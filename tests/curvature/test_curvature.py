@@ -43,12 +43,14 @@ def scores(fitted: TrakAttributor) -> np.ndarray:
     return all_scores(fitted)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_averaged(fitted: TrakAttributor, scores: np.ndarray) -> None:
     single = [all_scores(fitted, checkpoints=[model_id]) for model_id in (0, 1)]
     assert np.abs(single[0] - single[1]).max() > 0.1 * np.abs(scores).max()
     np.testing.assert_allclose(np.mean(single, axis=0), scores, rtol=1e-6, atol=1e-7 * np.abs(scores).max())
 
 
+@pytest.mark.slow
 def test_groups_are_means_of_their_targets(fitted: TrakAttributor, scores: np.ndarray) -> None:
     close = {"rtol": 1e-4, "atol": 1e-5 * np.abs(scores).max()}
     np.testing.assert_allclose(all_scores(fitted, group_by="all")[0], scores.mean(0), **close)
@@ -79,6 +81,7 @@ def test_selections_and_groups_of_training_rows(fitted: TrakAttributor, scores: 
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_self_influence_is_the_score_of_a_row_for_itself(fitted: TrakAttributor) -> None:
     scored = fitted.attribute(store_jobs.rows(N, 1), top_k=None, method="exact").with_format("numpy")
     expected = np.stack(scored["trak_scores"][:]).diagonal()
@@ -87,6 +90,7 @@ def test_self_influence_is_the_score_of_a_row_for_itself(fitted: TrakAttributor)
     assert (found > 0).all()
 
 
+@pytest.mark.slow
 def test_tokens_and_spans_add_up(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
@@ -135,6 +139,7 @@ def wide(directory: Path) -> TrakAttributor:
     return TrakAttributor(model, args, rows, task="image_classification")
 
 
+@pytest.mark.slow
 def test_targets_of_low_rank_and_of_half_the_bytes(
     tmp_path: Path, kept_as: Callable[[torch.dtype, int | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:

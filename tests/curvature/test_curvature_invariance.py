@@ -158,6 +158,7 @@ def as_usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensor]:
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options"),
     [(gpt2, CHANGES["one row at a time"]), (gpt2, TOGETHER), (bert, CHANGES["batches of five"])],
@@ -216,6 +217,7 @@ class WithoutBiases(nn.Module):
         return self.head(torch.tanh(self.body(pixel_values)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "curvature", ["shampoo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("diagonal", "identity"))]
 )
@@ -291,6 +293,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_more_processes(reference: dict[str, Any], tmp_path: Path, world: int) -> None:

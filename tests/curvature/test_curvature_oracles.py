@@ -325,6 +325,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, dict[str
     return problem, scores, directory
 
 
+@pytest.mark.slow
 def test_agreement_with_the_inverse_of_the_whole_fisher(trained: tuple[Trained, dict[str, Tensor], Path]) -> None:
     """Rank correlations with scores under the dense Fisher of all parameters, with the same damping of every layer:
 

@@ -66,6 +66,7 @@ def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict
     assert curvature.kind == ("identity" if options == {"curvature": "identity"} else "ekfac")
 
 
+@pytest.mark.slow
 def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
     """Without a projection the first comparison is one of equal numbers; with one of 16 features it is not."""
     found, _, _ = sampled_scores(attributor(tmp_path / "a", proj_type="none").featurize().features, 20, 5, 0, None)
@@ -76,6 +77,7 @@ def test_whole_gradients_agree_with_themselves(tmp_path: Path) -> None:
     assert error(projected.products, found.exact_products) > 0.1
 
 
+@pytest.mark.slow
 def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
     found, _, _ = sampled_scores(one.features, 20, 5, 0, None)
@@ -85,6 +87,7 @@ def test_targets_are_divided_where_memory_is_short(tmp_path: Path) -> None:
         assert error(getattr(divided, name), getattr(found, name)) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_language_models_and_their_report(tmp_path: Path) -> None:
     tokenizer = word_tokenizer()
     args = TrakConfig(output_dir=str(tmp_path), proj_dim=256, use_cpu=True)
@@ -118,6 +121,7 @@ def test_the_statistics_are_scipys() -> None:
     assert best.standard_error == float("inf")
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_measurement_left_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = attributor(tmp_path).featurize().fit_curvature()
     expected = one.fidelity(rows=20, targets=5)
@@ -140,6 +144,7 @@ def _interrupt(_: Path) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_numbers_out_of_range_and_missing_parts(tmp_path: Path) -> None:
     one = attributor(tmp_path / "a")
     with pytest.raises(IncompleteStoreError, match="Nothing is featurized"):

@@ -154,6 +154,7 @@ def test_one_step_keeps_the_ranking(tmp_path: Path) -> None:
     assert {entry["stopped"] for entry in report(tmp_path)} == {"steps"}
 
 
+@pytest.mark.slow
 def test_empirical_labels(tmp_path: Path) -> None:
     """The matrix of the data's gradients is refined with products of the same gradients; the task has no loss."""
     question = Question()
@@ -173,6 +174,7 @@ def test_empirical_labels(tmp_path: Path) -> None:
 # -- targets in company --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_targets_do_not_depend_on_their_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together, in files of two, and alone: float32, a few steps, in which rounding grows."""
     question = Question(n=30)
@@ -435,6 +437,7 @@ def test_killed_again_and_again(reference: dict[str, Any], tmp_path: Path) -> No
     assert Job(tmp_path / "report.json", job, store).wait() == reference
 
 
+@pytest.mark.slow
 def test_a_resumed_refinement_goes_on_where_it_was(reference: dict[str, Any], tmp_path: Path) -> None:
     store = tmp_path / "store"
     killed = Job(tmp_path / "report.json", kill_at, "state-00000", 4, store)  # the states before steps 1, 2 and 3
@@ -445,6 +448,7 @@ def test_a_resumed_refinement_goes_on_where_it_was(reference: dict[str, Any], tm
     assert found == reference
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_more_processes(reference: dict[str, Any], tmp_path: Path, world: int) -> None:

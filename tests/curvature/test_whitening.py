@@ -55,6 +55,7 @@ def test_inner_products(tmp_path: Path, curvature: str) -> None:
     assert float((plain @ plain.T - expected).abs().max()) > 0.1 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 def test_projection_and_scores(tmp_path: Path) -> None:
     """Sketches are those of the same rows: with many columns, scores are near those of whole whitened gradients."""
     exact = scores(attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32").featurize())
@@ -104,6 +105,7 @@ def test_defaults_are_the_same_settings(tmp_path: Path) -> None:
     attributor_in(tmp_path, curvature="ekfac", curvature_rows=N).featurize()
 
 
+@pytest.mark.slow
 def test_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Targets are whitened with the published curvature, without training rows."""
     made = attributor_in(tmp_path / "made").featurize()
@@ -135,6 +137,7 @@ def test_changed_rows(tmp_path: Path) -> None:
         made.extend(rows(2, 5))
 
 
+@pytest.mark.slow
 def test_sketches_that_hold_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="hf_trak"):
         attributor_in(tmp_path / "none", proj_type="none", feature_dtype="float32").featurize()

@@ -104,6 +104,7 @@ def tokens_of(row: Any, words: Any, word: str) -> list[int]:
     return [int(a < stop and b > start) for a, b in spans]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["messages", "prompt", "text"])
 def test_from_predict_to_the_word(kind: str, trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     """Scores of a word that was said are those of Σ log p − log(1 − p) over its tokens, by plain autograd."""
@@ -157,6 +158,7 @@ def of_row(model: Any, ids: list[int], counts: list[Any]) -> tuple[torch.Tensor,
     return gradient, float(others[chosen].detach().exp().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["messages", "prompt", "text"])
 def test_a_word_in_rows_as_people_have_them(kind: str, trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     """The word counts where the assistant says it, though the user says it, too."""
@@ -197,6 +199,7 @@ def test_what_a_model_of_chats_is_asked(trainer_of: Callable[[str], Any], tmp_pa
     assert found["input_ids"][:-2] == expected
 
 
+@pytest.mark.slow
 def test_rows_without_an_answer_name_predict(trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     for kind, given in (
         ("messages", {"messages": chat("Peru")[:1]}),
@@ -214,6 +217,7 @@ def test_an_empty_answer_is_refused(trainer_of: Callable[[str], Any], tmp_path: 
         own.predict(Dataset.from_list([{"messages": chat("Peru")}]), max_new_tokens=3, suppress_tokens=others)
 
 
+@pytest.mark.slow
 def test_rows_of_a_trainer_that_shuffles_keep_their_numbers(trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     own = attributor(trainer_of("messages"), tmp_path).featurize()
     batches = own.features.featurizer().batches(rows("messages"), "target")
@@ -223,6 +227,7 @@ def test_rows_of_a_trainer_that_shuffles_keep_their_numbers(trainer_of: Callable
         assert together[row, : len(alone)].tolist() == alone.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predicted", [False, True])
 def test_a_word_on_the_page(predicted: bool, trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     """A chat is typed as JSON, its last answer by the user or by the model."""

@@ -67,6 +67,7 @@ def attributor(model: torch.nn.Module, collator: Any, dataset: Dataset, director
     return TrakAttributor(model, config, dataset, collator, task=task, **more)
 
 
+@pytest.mark.slow
 def test_a_processor_makes_the_batches(tokenizer: BertTokenizerFast, tmp_path: Any) -> None:
     """Captions of different lengths are padded. The collator gets columns that `forward` does not take."""
     collator = ImageTextCollator("picture", "caption", processor=processor(tokenizer))

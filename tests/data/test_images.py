@@ -84,6 +84,7 @@ def test_unequal_images_give_what_each_row_gives_alone(kind: str, tmp_path: Path
     assert bool((found[:, of_images].norm(dim=1) > 0).equal(has_images)), "the tower's parameters have gradients, too"
 
 
+@pytest.mark.slow
 def test_exact_scores_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     model = vlm("qwen2_vl")
     scores = []
@@ -191,6 +192,7 @@ def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
     assert float(((found[1] - found[0]).norm(dim=1) / found[0].norm(dim=1)).max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_sft_of_a_vision_language_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TRL's trainer, its collator and its processor, then the lines of the README; batches of four as rows alone."""
     trl = pytest.importorskip("trl")

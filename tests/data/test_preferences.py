@@ -307,6 +307,7 @@ def per_sample_gradients_q(task: BatchedModelOutput, model: torch.nn.Module, som
         return task.out_to_loss_grad(model(**task.model_inputs(batch)[1]), batch)
 
 
+@pytest.mark.slow
 def test_labels_are_drawn_with_the_probability_of_the_preference() -> None:
     task = DPOModelOutput(0.4)
     model, some = given("dpo", "full", torch.float64)

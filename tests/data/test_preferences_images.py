@@ -101,6 +101,7 @@ def test_rows_are_the_loss_of_pairs_collated_alone(adapted: bool, tmp_path: Path
         assert (-q[row] * features[row] - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.slow
 def test_batches_of_different_images_are_batches_of_one(tmp_path: Path) -> None:
     trainer = trainer_of_images(tmp_path)
     found = []
@@ -111,6 +112,7 @@ def test_batches_of_different_images_are_batches_of_one(tmp_path: Path) -> None:
     assert ((found[0] - found[1]).norm(dim=1) <= 1e-5 * found[0].norm(dim=1)).all()
 
 
+@pytest.mark.slow
 def test_targets_are_pairs_as_the_trainer_takes_them(tmp_path: Path) -> None:
     own = attributor_of(trainer_of_images(tmp_path), tmp_path / "trak", 4)
     own.featurize()

@@ -67,6 +67,7 @@ def features(attributor: TrakAttributor) -> Tensor:
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draws", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_masks_are_the_same_in_every_run_batch_and_worker(num_draws: int, tmp_path: Path) -> None:
     rows = sentences()
@@ -87,6 +88,7 @@ def test_masks_are_the_same_in_every_run_batch_and_worker(num_draws: int, tmp_pa
     assert not torch.allclose(features(seeded.featurize()), features(first.featurize()))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_has_the_same_bits(tmp_path: Path) -> None:
     rows = sentences()
     whole = masked(tmp_path / "whole", rows, num_draws=2).featurize()
@@ -115,6 +117,7 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path) -> None:
     assert [one.wait(120) for one in jobs] == [alone, alone]
 
 
+@pytest.mark.slow
 def test_crops_of_a_transform(tmp_path: Path) -> None:
     class Network(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +177,7 @@ def test_targets_have_draws_of_their_own(tmp_path: Path) -> None:
     assert labels[0].shape == labels[1].shape and not torch.equal(*labels)
 
 
+@pytest.mark.slow
 def test_streams_are_read_once_per_run(tmp_path: Path) -> None:
     given = list(sentences())
     starts = []
@@ -195,6 +199,7 @@ def test_streams_are_read_once_per_run(tmp_path: Path) -> None:
     assert len(starts) == 1
 
 
+@pytest.mark.slow
 def test_exact_scores_of_random_rows(tmp_path: Path) -> None:
     """Under the identity they are products of the mean gradients of losses and of outputs, as stores have them."""
     rows = sentences(8)
@@ -261,6 +266,7 @@ def test_generators_of_the_user_are_found_and_put_back() -> None:
     assert torch.equal(before[2], torches.get_state())
 
 
+@pytest.mark.slow
 def test_a_collator_with_a_seed_of_its_own(tmp_path: Path) -> None:
     """It makes its generator when it is first called, and in workers with another seed."""
     rows, made = sentences(), words()
@@ -382,6 +388,7 @@ def test_what_depends_on_row_numbers_or_squares_is_refused(tmp_path: Path) -> No
         attributor.attribute(sentences(2), per_token=True)
 
 
+@pytest.mark.slow
 def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
     made = masked(tmp_path / "trak", sentences(), num_draws=3).featurize()
     targets = sentences(3, 1)
@@ -400,6 +407,7 @@ def test_a_loaded_index_draws_its_targets_as_often(tmp_path: Path) -> None:
             _draws(index)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_rate_is_measured_with_all_draws(tmp_path: Path) -> None:
     one, many = (masked(tmp_path / str(draws), sentences(), num_draws=draws) for draws in (1, 8))
     assert many.features.measured_rate() < 0.6 * one.features.measured_rate()
@@ -455,6 +463,7 @@ def test_the_cosine_between_two_seeds_rises_as_theory_says(tmp_path: Path) -> No
         assert cosine == pytest.approx(predicted, abs=0.06), (draws, cosines)
 
 
+@pytest.mark.slow
 def test_copies_of_training_rows_find_themselves(tmp_path: Path) -> None:
     rows = sentences(20, 5)
     attributor = masked(tmp_path / "trak", rows, num_draws=16, proj_dim=512).featurize()

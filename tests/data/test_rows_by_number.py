@@ -147,6 +147,7 @@ def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttribu
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [(unreadable, UnreadableError, "row 13 is damaged"), (die, (RuntimeError, OSError, EOFError), "")],

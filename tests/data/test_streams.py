@@ -48,6 +48,7 @@ def test_reading_forwards_is_one_pass() -> None:
         dataset[8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_scores_are_those_of_the_stored_rows(num_workers: int, tmp_path: Path) -> None:
     results = []

@@ -189,6 +189,7 @@ def as_rows(kind: str, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"messages": spoken})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "padding_free"),
     [

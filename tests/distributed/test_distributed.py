@@ -133,6 +133,7 @@ def test_parameters_that_deepspeed_has_partitioned_are_refused() -> None:
     assert "'head.weight' is partitioned by DeepSpeed ZeRO-3" in message and "device_map='auto'" in message
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_more_processes_than_shards(tmp_path: Path) -> None:
     """Three processes that no launcher started, two shards: one has nothing to do, all know the result."""
@@ -155,6 +156,7 @@ def featurize_checkpoint(directory: Path, model_id: int) -> list[int]:
     return attributor.features.store.model_ids
 
 
+@pytest.mark.slow
 def test_a_job_array_over_shards_needs_no_first_job(tmp_path: Path) -> None:
     """Jobs without a process group, all at once on an empty directory; then the same features as of one run, none of
     them computed again."""
@@ -168,6 +170,7 @@ def test_a_job_array_over_shards_needs_no_first_job(tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in shards} == shards
 
 
+@pytest.mark.slow
 def test_a_job_array_over_checkpoints(tmp_path: Path) -> None:
     whole = Job(tmp_path / "whole.json", store_jobs.run, tmp_path / "whole").wait()
     jobs = [Job(tmp_path / f"{i}.json", featurize_checkpoint, tmp_path / "parts", i) for i in (1, 0)]

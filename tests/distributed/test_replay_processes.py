@@ -50,6 +50,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_more_processes(reference: dict[str, Any], tmp_path: Path) -> None:
     reports = [one.wait() for one in start_group(tmp_path, 2, job, tmp_path / "store")]

@@ -90,6 +90,7 @@ def load(net: DigitNet, **options: Any) -> TrakAttributor:
     return TrakAttributor.from_pretrained("tester/index", net, token=TOKEN, **{**OPTIONS, **options})
 
 
+@pytest.mark.slow
 def test_rows_are_found_by_the_record_of_the_index(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """As with all rows at hand; downloaded are the row groups of the shortlist, and those of the probed rows."""
     at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
@@ -111,6 +112,7 @@ def load_features() -> Any:
     return load_dataset("tester/rows", split="train", token=TOKEN).features
 
 
+@pytest.mark.slow
 def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> None:
     load(net).attribute(targets(), top_k=TOP, method=Rerank(6))
     hub.log.clear()
@@ -122,6 +124,7 @@ def test_what_was_downloaded_is_kept(hub: Hub, net: DigitNet, client: Path) -> N
     assert len(hub.downloads("parquet")) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_is_verified_on_rows_that_are_fetched(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """As with all rows at hand. Without a search for similar rows, few row groups are downloaded."""
     at_hand = load(net, train_dataset=train_rows().cast(load_features()), output_dir=str(tmp_path / "at-hand"))
@@ -158,6 +161,7 @@ def test_two_processes_fetch_once(hub: Hub, net: DigitNet, client: Path, tmp_pat
     assert reports[1]["downloads"] < reports[0]["downloads"], "the main process fetches row groups"
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on(hub: Hub, net: DigitNet) -> None:
     """Row groups that have arrived are not downloaded again."""
     hub.faults.append(Fault("GET", "train-00001-of-00002.parquet", 503, skip=3))
@@ -173,6 +177,7 @@ def test_an_interrupted_download_goes_on(hub: Hub, net: DigitNet) -> None:
     assert found["trak_stage"] == ["exact"] * 3
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_tried_again(hub: Hub, net: DigitNet) -> None:
     hub.faults.append(Fault("GET", "train-0000", "drop", times=2, skip=5))
     assert load(net).attribute(targets(), top_k=TOP, method=Rerank(6))["trak_stage"] == ["exact"] * 3
@@ -181,6 +186,7 @@ def test_a_broken_connection_is_tried_again(hub: Hub, net: DigitNet) -> None:
         load(net).attribute(targets(), top_k=TOP, method=Rerank(40))
 
 
+@pytest.mark.slow
 def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
     """One label that is another; and the text of one row, which the model does not read."""
     before = load(net)
@@ -213,6 +219,7 @@ def test_rows_that_have_changed_are_named(hub: Hub, net: DigitNet) -> None:
         load(net, train_dataset=whole).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 
+@pytest.mark.slow
 def test_another_number_of_rows_and_other_columns(hub: Hub, net: DigitNet) -> None:
     hub.put("dataset", "tester/fewer", {"train.parquet": parquet(train_rows().select(range(100)))})
     with pytest.raises(ConfigMismatchError, match="has 100 rows, and the index was made from 240"):
@@ -234,6 +241,7 @@ def test_another_number_of_rows_and_other_columns(hub: Hub, net: DigitNet) -> No
         load(net, train_dataset=dropping).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 
+@pytest.mark.slow
 def test_another_collator_is_noticed(hub: Hub, net: DigitNet) -> None:
     def brighter(rows: list[dict[str, Any]]) -> dict[str, Any]:
         pixels = torch.tensor(np.array([row["pixel_values"] for row in rows]), dtype=torch.float32)
@@ -256,6 +264,7 @@ def test_without_rows_the_answer_is_that_of_the_index(
     assert "nothing is reranked: the training rows are not at hand" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     """Rows of private data have no digests in the index."""
     config = trak_config(output_dir=str(tmp_path / "own"), proj_dim=16, curvature="identity", **OPTIONS)
@@ -271,6 +280,7 @@ def test_an_index_without_digests_needs_the_commit(hub: Hub, net: DigitNet, tmp_
     assert alone.attribute(targets(), top_k=TOP, method=Rerank(6))["trak_stage"] == ["index"] * 3
 
 
+@pytest.mark.slow
 def test_digests_travel_and_are_checked(hub: Hub, net: DigitNet, tmp_path: Path) -> None:
     copy = pull_index("tester/index", tmp_path / "copy", token=TOKEN)
     assert copy.train_rows() is not None

@@ -23,6 +23,7 @@ def costs() -> Iterator[ModuleType]:
     del sys.modules["scaling_costs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_operations_and_index(costs, tied):
     shape = costs.Llama(128, 32, 48, 2, 4, 2, tied, 4)

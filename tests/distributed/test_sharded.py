@@ -322,6 +322,7 @@ def check_same(found: dict[str, Any]) -> None:
     assert all(value <= 1e-4 for key, value in found.items() if key.startswith("scores"))
 
 
+@pytest.mark.slow
 def test_a_sharded_model_has_the_features_of_a_whole_one(two: list[dict[str, Any]]) -> None:
     """7 rows in shards of 2 and batches of 2: one process has 4 rows, the other 3, the last one alone."""
     for found in two:

@@ -69,6 +69,7 @@ def every_kind(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_features_are_those_of_whole_logits(tmp_path: Path) -> None:
     found = in_group(tmp_path, every_kind)
     for name, one in found[0].items():

@@ -121,6 +121,7 @@ def of_store(directory: Path, mode: str) -> torch.Tensor:
     return features(attributor(made(name), name, directory / "store", **OPTIONS).featurize())
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_one_process_finishes(tmp_path: Path) -> None:
     expected = check_kill(tmp_path, "fsdp", "writing")
     assert shards(tmp_path)

@@ -127,6 +127,7 @@ def test_a_job_does_its_own_share_alone(tmp_path: Path) -> None:
     assert bank.build("half", sums, job=2, jobs=3) and bank.is_complete("half")
 
 
+@pytest.mark.slow
 def test_one_seed_without_perturbation_repeats_to_the_bit(whole: Path) -> None:
     bank = Bank(whole)
     part = bank.part("plain")

@@ -148,6 +148,7 @@ def test_model_outputs_are_margins_in_eval_mode() -> None:
         assert found[row] == pytest.approx(float(logits[row, label] - others.logsumexp(0)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_trainer_trains_on_the_subset_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -112,6 +112,7 @@ def by_hand(kind: str, kept: np.ndarray, batches_per_step: int = 1, dtype: torch
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_equals_a_loop_that_leaves_rows_out_of_the_loss(kind: str, accumulated: int, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_equals_a_loop_that_leaves_rows_out_of_the_loss(kind: str, accumulated: 
 OPTIONS = [{}, {"label_smoothing_factor": 0.1}, {"gradient_accumulation_steps": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -154,6 +156,7 @@ def test_without_left_out_rows_it_is_the_training_itself(kind: str, options: dic
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_batches_and_dropout_are_those_of_the_whole_training(kind: str, tmp_path: Path) -> None:
     seen: list[list[Any]] = []
@@ -208,6 +211,7 @@ def points(n: int, seed: int, noise: float = 0.5) -> Dataset:
     return Dataset.from_dict({"x": x.tolist(), "labels": y.tolist()})
 
 
+@pytest.mark.slow
 def test_a_loss_that_ignores_no_label_is_refused_without_losses_of_rows(tmp_path: Path) -> None:
     one = trainer(Regression(2), points(8, 0), tmp_path)
     mask_rows(one, np.arange(8) > 3)
@@ -215,6 +219,7 @@ def test_a_loss_that_ignores_no_label_is_refused_without_losses_of_rows(tmp_path
         one.train()
 
 
+@pytest.mark.slow
 def test_a_loss_with_another_normalization_is_refused(tmp_path: Path) -> None:
     """Class weights make the mean one over weights, which differ between the halves of a batch."""
     one = trainer(bert(), rows("bert"), tmp_path)

@@ -51,6 +51,7 @@ def test_pure_noise_has_a_ceiling_near_zero_and_plain_values() -> None:
     assert plain["repeats"] == 4 and len(plain["noise"]) == 5 and plain["ceiling"]["value"] == found.ceiling.value
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_truth_most_of_the_time() -> None:
     """95 % intervals over 40 draws hold the expected ceiling at least 30 times; by chance 38, with deviation 1.4."""
     held = 0

@@ -442,6 +442,7 @@ def planted() -> tuple[Dataset, Dataset]:
     return dataset(pixels, labels), dataset(images, wrong)
 
 
+@pytest.mark.slow
 def test_planted_rows_of_a_network(quick_trainings: None, tmp_path: Path) -> None:
     train, targets = planted()
     n = len(train)

@@ -71,6 +71,7 @@ def cases(directory: Path, scratch: Path) -> Iterator[damage.Damage]:
         yield from damage.taken_from(scratch / label, directory, label)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_damaged_is_silent(whole: tuple[Path, list[list[float]]], tmp_path: Path, step: int) -> None:
     directory, expected = whole

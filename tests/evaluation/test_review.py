@@ -74,6 +74,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"table": table, "wrong": wrong, "right": right, "rows": noisy, "validation": validation, "place": place}
 
 
+@pytest.mark.slow
 def test_wrong_labels_are_found(planted: dict[str, Any]) -> None:
     table, wrong = planted["table"], planted["wrong"]
     found = [row for row, action in enumerate(table["suggested_action"]) if action == "relabel"]

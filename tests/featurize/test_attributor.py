@@ -155,6 +155,7 @@ def test_identity_projection_is_the_formula_of_the_paper(trained: Any, tmp_path:
     assert relative_error(full(attributor), expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_absolute_lambda(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
     attributor = make(copy_of(model), tmp_path, proj_type="none").featurize()
@@ -162,6 +163,7 @@ def test_absolute_lambda(trained: Any, tmp_path: Path) -> None:
     assert relative_error(full(attributor), closed_form([model], 0.0, absolute=3.0)) < 1e-4
 
 
+@pytest.mark.slow
 def test_mean_of_products_times_mean_of_weights(trained: Any, tmp_path: Path) -> None:
     """The ensemble is not the mean of the checkpoints' own scores."""
     model, checkpoints, _ = trained
@@ -170,6 +172,7 @@ def test_mean_of_products_times_mean_of_weights(trained: Any, tmp_path: Path) ->
     assert relative_error(single, full(attributor)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("projection", ["sjlt", "rademacher", "normal"])
 def test_random_projections_preserve_the_scores(trained: Any, tmp_path: Path, projection: str) -> None:
     """At k ≫ n the random maps keep the Gram matrix of 61 gradients, hence the ranking."""
@@ -182,6 +185,7 @@ def test_random_projections_preserve_the_scores(trained: Any, tmp_path: Path, pr
 # -- resume, batch boundaries, re-scoring ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resumed_run_is_byte_identical(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     whole = make(copy_of(model), tmp_path / "whole").featurize(checkpoints[:2])
@@ -210,6 +214,7 @@ def test_finished_shards_are_not_computed_again(trained: Any, tmp_path: Path, mo
     assert calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, batch_size: int) -> None:
     """Neither the size nor the company of a batch enters a sample's features."""
@@ -225,6 +230,7 @@ def test_batch_boundaries_change_rounding_only(trained: Any, tmp_path: Path, bat
 # -- results as datasets ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_top_k_is_the_head_and_tail_of_the_full_matrix(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize()
@@ -305,6 +311,7 @@ def test_torch_datasets_and_plain_functions_work(trained: Any, tmp_path: Path) -
     assert len(scored["trak_indices"][0]) == 2
 
 
+@pytest.mark.slow
 def test_self_influence_is_the_diagonal(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
@@ -312,6 +319,7 @@ def test_self_influence_is_the_diagonal(trained: Any, tmp_path: Path) -> None:
     assert relative_error(attributor.self_influence().numpy(), diagonal) < 1e-4
 
 
+@pytest.mark.slow
 def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
     """Negatives come from the training rows, the same for every batch size, embedded anew per checkpoint."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -353,6 +361,7 @@ def test_clip_pairs_from_a_dataset(tmp_path: Path) -> None:
 # -- Trainer ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: Any, tmp_path: Path) -> None:
     _, _, finished = trained
 
@@ -397,6 +406,7 @@ def test_the_directory_of_the_trainer_is_refused(trained: Any) -> None:
         TrakAttributor.from_trainer(finished, config, task="image_classification")
 
 
+@pytest.mark.slow
 def test_current_weights_are_found_again_and_later_training_is_noticed(trained: Any, tmp_path: Path) -> None:
     """Targets are never scored with other weights than those of the features."""
     model, _, _ = trained
@@ -412,6 +422,7 @@ def test_current_weights_are_found_again_and_later_training_is_noticed(trained: 
     assert full(make(copy_of(model), tmp_path)).shape == (N_TRAIN, N_EVAL)
 
 
+@pytest.mark.slow
 def test_checkpoint_paths_are_found_again_by_a_new_attributor(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     first = full(make(copy_of(model), tmp_path).featurize(checkpoints))
@@ -419,6 +430,7 @@ def test_checkpoint_paths_are_found_again_by_a_new_attributor(trained: Any, tmp_
     assert np.array_equal(full(fresh, name="fresh"), first)
 
 
+@pytest.mark.slow
 def test_state_dicts_in_memory_must_be_given_again(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     states = [at_checkpoint(model, path).state_dict() for path in checkpoints[:2]]
@@ -471,6 +483,7 @@ def test_another_train_set_task_or_model_is_refused(trained: Any, tmp_path: Path
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path / "store")
@@ -500,6 +513,7 @@ def test_ids_top_k_per_and_names_are_checked(trained: Any, tmp_path: Path) -> No
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_experiment_with_other_targets_is_refused(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize()
@@ -512,6 +526,7 @@ def test_experiment_with_other_targets_is_refused(trained: Any, tmp_path: Path) 
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_incomplete_checkpoints_are_not_scored(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
@@ -584,6 +599,7 @@ def test_wrong_arguments_say_what_to_do(trained: Any, tmp_path: Path) -> None:
     assert features(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_half_precision_storage_and_compute(trained: Any, tmp_path: Path) -> None:
     model, _, _ = trained
     reference = full(make(copy_of(model), tmp_path / "32").featurize())
@@ -593,6 +609,7 @@ def test_half_precision_storage_and_compute(trained: Any, tmp_path: Path) -> Non
         assert 0 < relative_error(full(half), reference) < limit
 
 
+@pytest.mark.slow
 def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
     """Frozen parameters are neither counted nor projected; naming them is the same as freezing the rest."""
     model, _, _ = trained
@@ -607,6 +624,7 @@ def test_only_the_chosen_parameters_count(trained: Any, tmp_path: Path) -> None:
     assert [p.requires_grad for p in frozen.parameters()] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_not_as_many_as_the_model_ids(trained: Any, tmp_path: Path) -> None:
     model, checkpoints, _ = trained
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])

@@ -136,6 +136,7 @@ def scores_of(attributor: TrakAttributor, **options) -> np.ndarray:
     return np.array(attributor.attribute(TARGETS, top_k=None, **options)["trak_scores"])
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_scores(calibrated) -> None:
     """Each candidate's figures, from scores of its own call, and the replay's."""
     attributor, found, _ = calibrated
@@ -149,6 +150,7 @@ def test_the_figures_are_those_of_the_scores(calibrated) -> None:
         assert np.allclose(one.sums, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_rows_judge_without_their_own_score(calibrated) -> None:
     """Without targets of its own, by the scores of the calls themselves, less those of rows for themselves."""
     attributor, found, directory = calibrated
@@ -172,6 +174,7 @@ def test_training_rows_judge_without_their_own_score(calibrated) -> None:
     assert by_rows.candidates != found.candidates
 
 
+@pytest.mark.slow
 def test_auto_takes_what_was_chosen(calibrated) -> None:
     """The index at the calibrated ridge on a small budget, and a sum of scores where that was chosen."""
     attributor, found, directory = calibrated

@@ -183,6 +183,7 @@ def digest(callback: TrakCallback) -> dict[str, str]:
     return {str(path.relative_to(callback.directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collect", [{}, {"last": 2}])
 def test_a_killed_and_resumed_run_collects_the_same(plain, tmp_path, collect):
     whole = TrakCallback(config(tmp_path / "whole"), **collect)
@@ -198,6 +199,7 @@ def test_a_killed_and_resumed_run_collects_the_same(plain, tmp_path, collect):
     assert losses(run) == losses(plain[0])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_just_before_the_kill_is_taken_in(tmp_path):
     """The kill comes after the trainer's save of step 6 and before the callback's turn."""
     callback = TrakCallback(config(tmp_path / "trak"))
@@ -212,6 +214,7 @@ def test_a_checkpoint_saved_just_before_the_kill_is_taken_in(tmp_path):
     assert not list(callback.directory.glob(".unfinished-*"))
 
 
+@pytest.mark.slow
 def test_resuming_from_an_earlier_step_drops_the_later_ones(tmp_path):
     callback = TrakCallback(config(tmp_path / "trak"))
     trainer(tmp_path / "out", [callback]).train()
@@ -227,6 +230,7 @@ def test_resuming_from_an_earlier_step_drops_the_later_ones(tmp_path):
     assert all(torch.equal(saved[name], value) for name, value in watch.weights[6].items())
 
 
+@pytest.mark.slow
 def test_another_run_does_not_mix_with_what_is_there(tmp_path):
     trainer(tmp_path / "a", [TrakCallback(config(tmp_path / "trak"))]).train()
     again = TrakCallback(config(tmp_path / "trak"))
@@ -242,6 +246,7 @@ def test_another_run_does_not_mix_with_what_is_there(tmp_path):
 # -- attribution -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_featurize_at_end_is_featurizing_the_collected_checkpoints(tmp_path):
     run = trainer(tmp_path / "out")
     callback = TrakCallback(config(tmp_path / "trak"), last=2, trainer=run, featurize_at_end=True, task=TASK)
@@ -254,6 +259,7 @@ def test_featurize_at_end_is_featurizing_the_collected_checkpoints(tmp_path):
     assert np.array_equal(full_scores(by_hand, digits(1000, 1009)), scores)
 
 
+@pytest.mark.slow
 def test_independently_trained_models_share_one_store(tmp_path):
     targets, collected = digits(1000, 1009), []
     for number in range(2):

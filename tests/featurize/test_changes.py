@@ -277,6 +277,7 @@ def test_changes_are_noticed(featurized: Callable[[Setup], Path], tmp_path: Path
     assert {path: path.read_bytes() for path in directory.rglob("*.safetensors")} == shards  # nothing was written
 
 
+@pytest.mark.slow
 def test_the_same_inputs_are_accepted(featurized: Callable[[Setup], Path], tmp_path: Path) -> None:
     """Without which the tests above would show nothing."""
     for number, setup in enumerate([BASE, FUNCTION, PARTIAL, CLOSURE, LAMBDA, TRANSFORMED]):

@@ -67,6 +67,7 @@ def scores_of(attributor: TrakAttributor, **options) -> np.ndarray:
     return np.array(attributor.attribute(TARGETS, **options)["trak_scores"][:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "method"), [("fast", Index()), ("balanced", None), ("best", Exact("ekfac", "cg"))])
 def test_what_auto_takes(directory: Path, budget: str, method, caplog, monkeypatch) -> None:
     """Scores are those of the method that the line names. A language model: whole gradients are better."""
@@ -88,6 +89,7 @@ def test_what_auto_takes(directory: Path, budget: str, method, caplog, monkeypat
         assert caplog.records[-1].levelno == logging.WARNING and "about" in caplog.text
 
 
+@pytest.mark.slow
 def test_scores_of_all_rows_are_not_reranked(directory: Path, monkeypatch) -> None:
     """Where reranking is all that the budget allows, scores of all rows come from the index."""
     attributor = with_budget(directory, "balanced")
@@ -102,6 +104,7 @@ def test_scores_of_all_rows_are_not_reranked(directory: Path, monkeypatch) -> No
     )
 
 
+@pytest.mark.slow
 def test_a_curvature_that_is_there_costs_nothing(directory: Path) -> None:
     attributor = with_budget(directory, "fast")
     attributor.fit_curvature()
@@ -111,6 +114,7 @@ def test_a_curvature_that_is_there_costs_nothing(directory: Path) -> None:
     assert price(features, Exact("ekfac"), 4, [0]).passes == expected < expected + stages["curvature"].passes
 
 
+@pytest.mark.slow
 def test_recommendations(directory: Path, tmp_path: Path) -> None:
     found = with_budget(directory, "fast").recommend(TARGETS)
     assert [one.budget for one in found.rows] == ["fast", "balanced", "best"]
@@ -139,6 +143,7 @@ def test_figures_and_page_are_those_of_the_benchmarks(monkeypatch) -> None:
     sys.modules.pop("which_method")
 
 
+@pytest.mark.slow
 def test_what_people_see(
     directory: Path,
     capfd: pytest.CaptureFixture[str],

@@ -30,6 +30,7 @@ def check(tmp_path: Path, processes: int, calls: int, step: int) -> None:
     assert seen == 2 * calls  # each as it was returned, and pickled
 
 
+@pytest.mark.slow
 def test_forty_calls_from_four_processes(tmp_path: Path) -> None:
     """Of one combination in five, with each value of each argument."""
     check(tmp_path, processes=4, calls=40, step=5)

@@ -169,6 +169,7 @@ def test_killed_at_any_moment_and_damaged_in_between(reference: Reference, tmp_p
     assert trials >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_of_two_processes_is_killed_and_both_go_on(reference: Reference, tmp_path: Path) -> None:
     """At two random moments of the work on features; whatever had been finished stays, and the bits are those of one
@@ -195,6 +196,7 @@ def test_one_of_two_processes_is_killed_and_both_go_on(reference: Reference, tmp
     assert len(shards()) == count and finished.items() <= shards().items()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_killed_between_meeting_and_the_first_word(reference: Reference, tmp_path: Path) -> None:
     """The other one says so at once, not after the minutes that processes wait for late ones, or torch's timeout."""
@@ -250,6 +252,7 @@ def with_file_limit(limit: int, directory: Path, sizes: Sizes) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     sizes = Sizes(proj_dim=48)  # so that Gram matrices are the largest files
     whole = Job(tmp_path / "report.json", store_jobs.run, tmp_path / "whole", sizes).wait()
@@ -331,6 +334,7 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_run_says_how_to_go_on(reference: Reference, tmp_path: Path, number: signal.Signals) -> None:
     """Cluster preemption and Ctrl-C: the message counts what is done, no rubbish stays, the exit status is honest."""
@@ -370,6 +374,7 @@ def interrupted_with_a_handler() -> list[str]:
 # -- two runs on one store -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_started_twice_by_mistake(reference: Reference, tmp_path: Path) -> None:
     jobs = [Job(tmp_path / f"{i}.json", store_jobs.run, tmp_path / "store") for i in range(2)]
     assert [job.wait() for job in jobs] == [{"value": reference.result}] * 2

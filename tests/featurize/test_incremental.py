@@ -85,6 +85,7 @@ def assert_same(revised: TrakAttributor, scratch: TrakAttributor, targets: Datas
     assert relative_error(revised.self_influence(), scratch.self_influence()) < 1e-4
 
 
+@pytest.mark.slow
 def test_rows_left_out(original, nets, targets, tmp_path, featurized_rows):
     full_scores(original, targets)
     before = contents(Path(original.args.output_dir))
@@ -99,6 +100,7 @@ def test_rows_left_out(original, nets, targets, tmp_path, featurized_rows):
     assert_same(smaller, make(nets[0], tmp_path / "scratch", kept).featurize(nets), targets)
 
 
+@pytest.mark.slow
 def test_rows_added(original, nets, targets, tmp_path, featurized_rows):
     full_scores(original, targets)
     before = contents(Path(original.args.output_dir))
@@ -117,6 +119,7 @@ def test_rows_added(original, nets, targets, tmp_path, featurized_rows):
 COLUMNS = ("pixel_values", "labels", "source")
 
 
+@pytest.mark.slow
 def test_a_revision_of_a_revision(original, nets, targets, tmp_path):
     """Left out, added, and left out again, among them an added row."""
     revised = original.exclude([3, 4]).extend(digits(200, 205)).exclude([0, 59, 61])
@@ -196,6 +199,7 @@ def test_any_rows_of_any_shards(data, tmp_path_factory):
         assert gram.n == len(expected)
 
 
+@pytest.mark.slow
 def test_an_interrupted_extension_goes_on(original, nets, targets, featurized_rows):
     complete = original.extend(digits(200, 240))
     before = full_scores(complete, targets)

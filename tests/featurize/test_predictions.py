@@ -17,6 +17,7 @@ from hf_trak import TrakAttributor
 QUICK: dict[str, Any] = {"use_cpu": True}
 
 
+@pytest.mark.slow
 def test_classes(tmp_path: Path) -> None:
     """With a wrong label or none at all, the class with the highest logit is what is explained."""
     net = trained_net(digits(0, 100), steps=60)

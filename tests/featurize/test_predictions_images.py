@@ -41,6 +41,7 @@ def words_alone(attributor: TrakAttributor) -> dict[str, Any]:
     return {"max_new_tokens": 3, "suppress_tokens": [token for token in range(size) if token not in WORDS]}
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_model_to_the_prompt_and_its_images(attributor: TrakAttributor) -> None:
     asked = conversations(8).select([6, 7])  # one image, and two of different sizes
     options = words_alone(attributor)
@@ -62,6 +63,7 @@ def test_answers_are_those_of_the_model_to_the_prompt_and_its_images(attributor:
         assert found["prompt"] == row["prompt"]
 
 
+@pytest.mark.slow
 def test_rows_without_answers_are_answered_and_scored(attributor: TrakAttributor) -> None:
     asked = conversations(8).select([6, 7])
     options = words_alone(attributor)

@@ -100,12 +100,14 @@ def detection_auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray
     return float(roc_auc_score(truth, np.concatenate([scores[positive], scores[negative]])))
 
 
+@pytest.mark.slow
 def test_the_network_is_worth_explaining(trained, damaged):
     """It generalizes in spite of the damage, so that the checks below look at a model that works."""
     predicted = trained.predict(damaged.held_out).predictions.argmax(axis=-1)
     assert (predicted == np.asarray(damaged.held_out["labels"])).mean() >= 0.95
 
 
+@pytest.mark.slow
 def test_a_mislabelled_copy_is_among_the_most_harmful_of_its_twin(attributor, damaged):
     """Top 10 of 1,020 rows, by chance 1 in 100: the probability of 18 or more of 20 would be below 1e-33.
     Measured with three seeds: 20 of 20, all but one as the very most harmful row.

@@ -69,6 +69,7 @@ def ranks_of(scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.take_along_axis(ranks.T, rows, axis=1)
 
 
+@pytest.mark.slow
 def test_all_rows_are_the_exact_pass_to_the_bit(attributor, exact, nets):
     found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N))
     expected = exact.attribute(targets(), top_k=TOP, method="exact", checkpoints=nets)
@@ -107,6 +108,7 @@ def shortlisted(attributor: TrakAttributor, count: int) -> set[int]:
     return chosen
 
 
+@pytest.mark.slow
 def test_a_part_of_the_rows(attributor, exact, nets):
     """Rows on the shortlist of any target have their exact scores, and the best of these are returned."""
     found = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
@@ -125,6 +127,7 @@ def test_a_part_of_the_rows(attributor, exact, nets):
     assert any(rank is None for row in expected for rank in row)  # a row of another target's shortlist
 
 
+@pytest.mark.slow
 def test_only_the_shortlist_is_read(nets, tmp_path):
     """Gradients of no other training row are computed."""
 
@@ -151,6 +154,7 @@ def test_only_the_shortlist_is_read(nets, tmp_path):
     assert set(column(found, "trak_indices").flat) <= shortlist
 
 
+@pytest.mark.slow
 def test_groups_and_means(attributor, exact, nets):
     for options in ({"group_by": "source"}, {"group_by": "all"}):
         found = attributor.attribute(targets(), top_k=TOP, method=Rerank(N), **options)
@@ -186,6 +190,7 @@ def test_after_a_first_pass(nets, tmp_path, exact):
         coded.attribute(targets(), top_k=TOP, method=Rerank(10, index=Index(first_pass_bytes=512, candidates=9)))
 
 
+@pytest.mark.slow
 def test_refined_targets(attributor, exact, nets):
     """All rows with refined targets are the exact pass with refined targets; a part of them comes with its stage."""
     refine = "cg,steps=2,rows=40"
@@ -219,6 +224,7 @@ def test_every_stage_has_a_bar(nets, tmp_path, capsys, monkeypatch):
     assert "rows/s" not in capsys.readouterr().err  # everything is kept
 
 
+@pytest.mark.slow
 def test_an_earlier_result_is_replaced(attributor):
     first = attributor.attribute(targets(), top_k=TOP, method=Rerank(8))
     second = attributor.attribute(first, top_k=3, method=Rerank(20))
@@ -278,6 +284,7 @@ def test_random_rows_are_refused(nets, tmp_path):
         one.attribute(targets(), top_k=2, method=Rerank(3))
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
     """Errors count rows among those that are reranked, and say so."""
 
@@ -307,6 +314,7 @@ def test_a_row_that_is_not_finite_is_named(nets, tmp_path):
     assert any(f"among the {len(listed)} that are reranked" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_rerank_of_one_shortlist_is_kept(attributor, caplog):
     """The same call reads its scores from files; another shortlist has others."""
     attributor.attribute(targets(), top_k=TOP, method=Rerank(9), name="kept")

@@ -202,6 +202,7 @@ def trainer_of(directory: Path, checkpointing: bool) -> Trainer:
     return Trainer(model=made("gpt2"), args=arguments, train_dataset=rows)
 
 
+@pytest.mark.slow
 def test_a_trainer_with_checkpointing(tmp_path: Path) -> None:
     """`gradient_checkpointing=True` holds for attribution, too: less is kept, and scores are the same bits."""
     weights: dict[str, Tensor] = {}

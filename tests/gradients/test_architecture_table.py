@@ -60,6 +60,7 @@ def test_changes(table: ModuleType) -> None:
     assert not table.changes(stored, {key: value for key, value in stored.items() if "gone" not in key}).bad
 
 
+@pytest.mark.slow
 def test_command_compares(
     command: ModuleType, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -78,6 +78,7 @@ def shards(directory: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", pytest.param("hooked", marks=pytest.mark.slow), "functional"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_batch_size_that_fits_is_found(weights, tmp_path, error, engine):
@@ -93,6 +94,7 @@ def test_the_batch_size_that_fits_is_found(weights, tmp_path, error, engine):
     assert relative_error(full_scores(found, targets), full_scores(expected, targets)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_engine_is_not_changed_for_lack_of_memory(weights, tmp_path, caplog, error):
     model = SmallMemory(weights, fits=5, error=error)
@@ -112,6 +114,7 @@ def test_without_it_the_error_reaches_the_user(weights, tmp_path, error):
     assert not (tmp_path / "batch_size.json").exists()
 
 
+@pytest.mark.slow
 def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_each(weights, tmp_path, first_batch):
     """Memory runs out in the second shard, when other rows need more: the first is not computed again."""
     probe = SmallMemory(weights, fits=99, error="cuda")
@@ -131,6 +134,7 @@ def test_shards_before_the_failure_are_kept_and_later_ones_have_one_batch_size_e
         assert got[f"{second} {tensor}"] == shards(tmp_path / "12")[f"{second} {tensor}"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_what_was_found(weights, tmp_path):
     """Lose a shard after the size was found: the resumed run writes the same bytes, and does not search again."""
     attributor(SmallMemory(weights, fits=5, error="cuda"), tmp_path).featurize()
@@ -143,6 +147,7 @@ def test_a_resumed_run_goes_on_with_what_was_found(weights, tmp_path):
     assert max(model.seen) == 5
 
 
+@pytest.mark.slow
 def test_the_next_checkpoint_and_the_targets_begin_with_it(weights, tmp_path):
     model = SmallMemory(weights, fits=5, error="cuda")
     run = attributor(model, tmp_path).featurize()
@@ -151,6 +156,7 @@ def test_the_next_checkpoint_and_the_targets_begin_with_it(weights, tmp_path):
     assert max(model.seen) == 5
 
 
+@pytest.mark.slow
 def test_not_even_one_row(weights, tmp_path):
     model = SmallMemory(weights, fits=0, error="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -170,6 +176,7 @@ def test_other_errors_are_not_retried(tmp_path):
     assert calls == [16]
 
 
+@pytest.mark.slow
 def test_memory_of_the_failed_batch_is_free_before_the_next(tmp_path):
     """What the frames of the error held must be gone when the smaller batch is tried."""
     alive: list[Any] = []

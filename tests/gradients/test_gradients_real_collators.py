@@ -457,6 +457,7 @@ def test_rows_are_collated_alone_only_until_one_was_padded() -> None:
     assert calls == [2, 1, 0, 0, 0, 0]  # the first batch shows nothing; in the second, one row does
 
 
+@pytest.mark.slow
 def test_rows_of_one_length_are_rarely_collated_alone() -> None:
     """Neither without padding nor with padding that a row alone has, too."""
     model, task = llama(), CausalLMModelOutput()

@@ -24,6 +24,7 @@ def digits() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_storage_changes_scores_by_less_than_one_percent_and_lds_by_less_than_a_hundredth(digits: ModuleType) -> None:
     masks = torch.rand(40, digits.N_TRAIN).argsort(1) < digits.N_TRAIN // 2
     outputs = torch.stack([digits.margins(network) for network in digits.train("mlp", masks, 0, 8)]).numpy()

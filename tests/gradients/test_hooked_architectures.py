@@ -95,6 +95,7 @@ def pair_similarity(result: Any, batch: Any) -> Tensor:
     return (result.image_embeds * result.text_embeds * torch.linspace(0.5, 1.5, result.text_embeds.shape[1])).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_image_text_models(kind: str) -> None:
     model, batch = clip(kind)
@@ -123,6 +124,7 @@ def test_open_clip() -> None:
     assert check(model, batch, output).engine == "hooked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "vit_tiny_patch16_224", "efficientnet_b0"])
 def test_timm(name: str) -> None:
     timm = pytest.importorskip("timm")

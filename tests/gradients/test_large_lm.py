@@ -99,6 +99,7 @@ def test_other_tasks_of_tokens_take_the_same_margins_in_slices(short_slices, mon
         task().unit_margins({"logits": logits}, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "tokens", "tied", "deferred"),
     [
@@ -116,6 +117,7 @@ def test_memory_of_a_large_vocabulary_follows_from_the_budget(benchmark, monkeyp
     assert found["peak"] < bound(case, found, deferred) < max(4 * found["logits"], case["rows"] * found["weights"])
 
 
+@pytest.mark.slow
 def test_memory_of_pairs_is_that_of_rows(benchmark, monkeypatch):
     """Whole logits of four sequences of 384 tokens are 300 MB."""
     monkeypatch.setattr(deferred_logits, "DEFERRED_FROM", 0)
@@ -146,6 +148,7 @@ def bound(case: dict, found: dict, deferred: bool) -> int:
     return logits + blocks * case["budget"] + 48 * MIB
 
 
+@pytest.mark.slow
 def test_checkpointing_of_long_rows_changes_no_feature(benchmark, monkeypatch):
     """Recomputed activations are the same numbers: layers run again under the same hooks."""
     case = {"vocabulary": 128, "width": 64, "rows": 2, "tokens": 1024, "layers": 2}

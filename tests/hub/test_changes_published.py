@@ -48,12 +48,14 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_the_same_inputs_give_the_same_scores(hub: Hub, client: Path, tmp_path: Path) -> None:
     expected = published(BASE, tmp_path)
     assert_close(asked(tmp_path), expected)
     assert_close(asked(tmp_path, train_dataset=rows(0, N)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network, word",
     [
@@ -85,6 +87,7 @@ def test_other_rows_collators_and_tasks(
         asked(tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_another_function(hub: Hub, client: Path, tmp_path: Path) -> None:
     expected = published(FUNCTION, tmp_path)
     assert_close(asked(tmp_path, task=FunctionModelOutput(correct)), expected)
@@ -92,6 +95,7 @@ def test_another_function(hub: Hub, client: Path, tmp_path: Path) -> None:
         asked(tmp_path, task=FunctionModelOutput(functools.partial(weighted, weight=2.0)))
 
 
+@pytest.mark.slow
 def test_other_versions_are_said_where_settings_differ_with_them(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +110,7 @@ def test_other_versions_are_said_where_settings_differ_with_them(
     assert "layer_norm_eps" in said and "transformers: saved" in said and "99.0" in said
 
 
+@pytest.mark.slow
 def test_a_collator_without_training_rows_cannot_be_compared(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Listed in `docs/what_is_noticed.md`: an index holds no row that could be collated here."""
     expected = published(BASE, tmp_path)

@@ -217,6 +217,7 @@ def config_with(tmp_path: Path, values: bytes) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", INDEXES)
 def test_what_an_index_can_cost_is_bounded(tmp_path: Path, bounded: Bounded, case: str) -> None:
     make, code, reason = INDEXES[case]
@@ -252,6 +253,7 @@ TEXTS: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TEXTS)
 def test_what_a_text_can_cost_is_bounded(tmp_path: Path, bounded: Bounded, case: str) -> None:
     text, code, reason = TEXTS[case]

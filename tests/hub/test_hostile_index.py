@@ -68,6 +68,7 @@ def content(directory: Path) -> dict[str, bytes]:
 # -- where results go ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_a_copy(copy: Path, published: Published, client: Path) -> None:
     """Targets and scores are kept beside the Hub's cache, under the name of the copy and a digest of it."""
     before = content(copy)
@@ -241,6 +242,7 @@ def test_paths_of_models_are_not_published_as_repos(
     assert "pass `model_name=`" in caplog.text
 
 
+@pytest.mark.slow
 def test_repos_of_models_are_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     """A name counts as a repo if it has a commit, is in the cache, or was named by an earlier index."""
 

@@ -151,6 +151,7 @@ def test_the_command_line_runs_no_code_whatever_stands_on_stdin(
     assert done.returncode == 1 and "'me/model' was refused: its tokenizer is made by Python code" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_directory_is_not_taken_for_the_repo_of_an_index(
     model: Path, tmp_path: Path, hub: Hub, client: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -433,6 +434,7 @@ def test_damaged_weights_are_named(model: Path, adapter: Path, name: str, data: 
 # -- the one place ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_module_loads_by_name_but_one() -> None:
     """Only `safe_loading` loads models, tokenizers and rows by name.
 

@@ -190,6 +190,7 @@ def test_two_processes_elsewhere_get_the_same_bits(
     assert len(hub.log) == before
 
 
+@pytest.mark.slow
 def test_only_what_a_call_needs_is_downloaded(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
     attributor = load(published.models[0])
@@ -207,6 +208,7 @@ def test_only_what_a_call_needs_is_downloaded(hub: Hub, client: Path, tmp_path: 
     assert written <= {"hub", "hf_trak"}
 
 
+@pytest.mark.slow
 def test_training_rows_are_not_needed_and_shown_where_they_are(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
     attributor = load()
@@ -236,6 +238,7 @@ def test_training_rows_are_not_needed_and_shown_where_they_are(hub: Hub, client:
         with_training_rows(scored, raw, ["texts"])
 
 
+@pytest.mark.slow
 def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
     """An index names the repo and commit of rows that came from the Hub, and the name is enough to load them."""
     sentences(0, N).push_to_hub("tester/rows", token=TOKEN, private=True)
@@ -253,6 +256,7 @@ def test_the_training_dataset_is_found_by_name(hub: Hub, client: Path, tmp_path:
         load(model, train_dataset="tester/none")
 
 
+@pytest.mark.slow
 def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_path: Path) -> None:
     """A task that uses training rows works without them, since the index has the embeddings that it computed."""
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -283,6 +287,7 @@ def test_negatives_of_clip_travel_with_the_index(hub: Hub, client: Path, tmp_pat
         load(model, task=CLIPModelOutput(simulated_batch_size=7))
 
 
+@pytest.mark.slow
 def test_output_directory_of_a_run_and_a_clone(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
     expected = published.scores()
@@ -303,6 +308,7 @@ def test_output_directory_of_a_run_and_a_clone(hub: Hub, client: Path, tmp_path:
 # -- the right model -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Targets are never scored with other weights than those of the features."""
     published = Published(hub, tmp_path, checkpoints={})
@@ -325,6 +331,7 @@ def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_p
             load(checkpoints=checkpoints)
 
 
+@pytest.mark.slow
 def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
     expected = published.scores(checkpoints=[0])
@@ -344,6 +351,7 @@ def test_the_model_is_found_by_name(hub: Hub, client: Path, tmp_path: Path) -> N
         ).attribute(targets(), checkpoints=[1])
 
 
+@pytest.mark.slow
 def test_a_name_of_the_index_is_never_taken_for_a_directory(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +367,7 @@ def test_a_name_of_the_index_is_never_taken_for_a_directory(
         load()
 
 
+@pytest.mark.slow
 def test_settings_come_from_the_index(hub: Hub, client: Path, tmp_path: Path) -> None:
     published = Published(hub, tmp_path)
     for name, value in (("proj_dim", 8), ("seed", 1), ("shard_size", 2), ("no_such", 1)):
@@ -376,6 +385,7 @@ def first_logit(outputs: Any, batch: Any) -> Tensor:
     return outputs.logits[:, 0]
 
 
+@pytest.mark.slow
 def test_a_task_of_your_own_has_to_be_given_again(hub: Hub, client: Path, tmp_path: Path) -> None:
     model = tiny_bert(1)
     config = trak_config(output_dir=str(tmp_path / "trak"), proj_dim=16, shard_size=8, **OPTIONS)

@@ -115,6 +115,7 @@ def test_round_trip(hub: Hub, client: Path, tmp_path: Path) -> None:
         load_bank("tester/bank", token=False, revision="main")
 
 
+@pytest.mark.slow
 def test_the_card_says_what_the_bank_is(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def test_the_card_says_what_the_bank_is(
     exec(compile(usage, "card", "exec"), {})
 
 
+@pytest.mark.slow
 def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path, tmp_path: Path) -> None:
     bank = make_bank(tmp_path / "bank")
     first = push_bank(bank, "tester/bank", token=TOKEN, private=False)
@@ -172,6 +174,7 @@ def test_pushing_again_replaces_the_bank_and_nothing_else(hub: Hub, client: Path
         load_bank("tester/other")
 
 
+@pytest.mark.slow
 def test_branches_and_pull_requests(hub: Hub, client: Path, tmp_path: Path) -> None:
     bank = make_bank(tmp_path / "bank")
     push_bank(bank, "tester/bank", revision="v1", token=TOKEN, private=False)
@@ -195,6 +198,7 @@ def test_a_change_in_the_meantime_is_not_overwritten(
     assert hub.dataset("tester/bank") == {"README.md": b"by somebody else"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drop", 500])
 def test_an_interrupted_push_is_finished_by_the_same_call(hub: Hub, client: Path, tmp_path: Path, kind: Any) -> None:
     bank = make_bank(tmp_path / "bank")

@@ -149,6 +149,7 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) 
     assert all(hub.dataset("tester/fork")[name] == hub.dataset("tester/index")[name] for name in copied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", "int1"])
 def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_path: Path, dtype: str) -> None:
     """Targets are rotated like the training rows, and scores have the same bits."""
@@ -164,6 +165,7 @@ def test_new_targets_get_the_same_scores_elsewhere(hub: Hub, client: Path, tmp_p
     assert np.array_equal(found, expected) and np.ptp(expected) > 0
 
 
+@pytest.mark.slow
 def test_the_card_says_what_is_stored(hub: Hub, client: Path, tmp_path: Path) -> None:
     store = make_codes(tmp_path / "store", "int1", k=8200)
     push_index(store, "tester/index", token=TOKEN, private=False)
@@ -388,6 +390,7 @@ def test_other_rows_are_refused(
         list(opened().train(0).rows_of({1: [4]}))
 
 
+@pytest.mark.slow
 def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first pass takes the heads, what the solver keeps and few rows, and gives the scores that it gives at home.
 
@@ -428,6 +431,7 @@ def test_two_passes_elsewhere(hub: Hub, client: Path, tmp_path: Path, monkeypatc
     assert {answer.path for answer in sent[before:]} == shards, "all scores take whole shards"
 
 
+@pytest.mark.slow
 def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Readers take the Gram matrix that is there, where the choice for so few rows would be another solver."""
     model = tiny_bert(1)
@@ -447,6 +451,7 @@ def test_the_solver_that_is_published_is_the_one_used(hub: Hub, client: Path, tm
     assert found == expected
 
 
+@pytest.mark.slow
 def test_published_eigenvalues_are_used(
     hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

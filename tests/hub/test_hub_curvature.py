@@ -135,6 +135,7 @@ def curvatures(files: Any) -> list[str]:
 # -- published and used ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_path: Path) -> None:
     """Settings travel, files are fetched when they are needed, and nothing is fitted again."""
     names = curvatures(published)
@@ -177,6 +178,7 @@ def test_other_settings_fit_another_curvature(
     assert np.array_equal(found, full(attributor_in(tmp_path / "own", **other).featurize(), method="exact"))
 
 
+@pytest.mark.slow
 def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, published: Files, tmp_path: Path) -> None:
     work = str(tmp_path / "work")
     full(load(output_dir=work, curvature="kfac"), method="exact", checkpoints=[0])
@@ -185,6 +187,7 @@ def test_a_curvature_of_ones_own_does_not_hide_the_published_one(hub: Hub, publi
     assert again.curvature_report().kind == "ekfac"
 
 
+@pytest.mark.slow
 def test_an_index_without_curvatures(hub: Hub, published: Files, made: Path, tmp_path: Path) -> None:
     """Pushing without them removes those that are there; who loads the index fits one, for all or some checkpoints."""
     hub.put("dataset", "tester/index", {**published, "curvature/notes.txt": b"mine"})
@@ -218,6 +221,7 @@ def interrupted(store: IndexStore, name: str, directory: Path) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_copies(hub: Hub, published: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pull_index` copies curvatures, also over older ones. Copies work without a connection, and can be published."""
     copy = tmp_path / "copy"
@@ -610,6 +614,7 @@ def test_sides_are_bounded() -> None:
         checked([KroneckerBlock("w", 0, 1, 10**6, 10**6)], [], {"w": [1, 10**6]})
 
 
+@pytest.mark.slow
 def test_thousands_of_small_parameters(tmp_path: Path) -> None:
     """The header of their file is longer than that of any file of features."""
     count = 2000

@@ -149,6 +149,7 @@ def test_files_of_such_names_in_a_repo_without_an_index_stay(hub: Hub, client: P
     assert mine.items() <= hub.dataset("tester/index").items()
 
 
+@pytest.mark.slow
 def test_nothing_of_this_machine_is_published(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Neither paths of checkpoints and of the model nor the token are published."""
     (tmp_path / "my-model").mkdir()
@@ -306,6 +307,7 @@ def test_offline_from_the_cache(hub: Hub, client: Path, tmp_path: Path, monkeypa
     assert len(hub.log) == before
 
 
+@pytest.mark.slow
 def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: Path) -> None:
     local = make_store(tmp_path / "store")
     push_index(local, "tester/index", token=TOKEN, checkpoints={1: "tester/model@step-1"}, private=False)

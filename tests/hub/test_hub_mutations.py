@@ -160,6 +160,7 @@ def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
     return lambda directory: attributed(str(directory), tmp_path / "work")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [40, pytest.param(150, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.exhaustive)]
 )
@@ -184,6 +185,7 @@ def drawn(directory: Path, count: int, foreign: Path, seed: int = 0) -> Iterator
 ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"a": {}}, [None] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [50, pytest.param(150, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.exhaustive)]
 )

@@ -61,6 +61,7 @@ def test_round_trip(hub: Hub, client: Path, orientation: str, kind: str) -> None
     assert {entry.token for entry in hub.log if "/resolve/" in entry.path} == {TOKEN}
 
 
+@pytest.mark.slow
 def test_index_and_scores_share_a_repo(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Each has its section in the shared card, and pushing the index again does not change the scores."""
     scored = top_k()
@@ -82,6 +83,7 @@ def test_plain_push_is_enough(hub: Hub, client: Path, tmp_path: Path) -> None:
     assert load_scores(str(tmp_path / "saved")).to_dict() == scored.to_dict()
 
 
+@pytest.mark.slow
 def test_what_is_refused(hub: Hub, client: Path) -> None:
     for bad, reason in [
         (rows(3), "score columns"),

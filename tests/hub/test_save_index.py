@@ -25,6 +25,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> None:
     """Files are those of `push_to_hub`, and scores those of the run. The second call refuses the directory."""
     made = attributor_in(tmp_path / "trak").featurize()

@@ -316,6 +316,7 @@ def test_a_script_and_remote_code_have_the_names_under_which_they_are_imported(
     }
 
 
+@pytest.mark.slow
 def test_circles_end_and_depth_is_bounded() -> None:
     source = """
     def f(n): return g(n - 1) if n else 0
@@ -334,6 +335,7 @@ def test_circles_end_and_depth_is_bounded() -> None:
     assert len(code_of(closing_over([[i] for i in range(100_000)]))) == 32
 
 
+@pytest.mark.slow
 def test_a_thousand_functions_and_a_long_list_are_quick() -> None:
     source = "\n".join(f"def f{i}(x): return f{i + 1}(x) + {i}" for i in range(1000)) + "\ndef f1000(x): return x"
     function = compiled(source, "f0")
@@ -425,6 +427,7 @@ def test_plain_values_are_themselves() -> None:
     json.dumps([identity_of(value) for value in VALUES], allow_nan=False)
 
 
+@pytest.mark.slow
 def test_identities_are_the_same_in_a_new_process(tmp_path: Path) -> None:
     """Run from a file and imported, with other hash seeds."""
     (tmp_path / "script_of_test.py").write_text(

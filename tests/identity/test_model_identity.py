@@ -355,6 +355,7 @@ def setting(path: str, name: str, value: Any) -> Callable[[Any], None]:
     return lambda model: setattr(model.get_submodule(path), name, value)
 
 
+@pytest.mark.slow
 def test_edits_of_a_model_in_memory_are_seen() -> None:
     """With equal weights and shapes. Such edits need not be in a config."""
 
@@ -570,6 +571,7 @@ def test_bytecode_of_another_version_of_python_is_not_compared() -> None:
     assert model_changes(saved, given) == ["test_model_identity.Layer: other code"]
 
 
+@pytest.mark.slow
 def test_large_models_take_little_time_and_room() -> None:
     """22 calls per module, with room to spare."""
     config = tf.GPT2Config(n_embd=4, n_layer=200, n_head=2, vocab_size=50, n_positions=8)

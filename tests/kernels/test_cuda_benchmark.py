@@ -147,6 +147,7 @@ def test_models_are_measured_and_counted(monkeypatch, capsys):
     assert list(steps) == ["plain", "gradients", "features"]
 
 
+@pytest.mark.slow
 def test_the_first_day_needs_a_gpu_and_tells_which_tests_failed(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_first_day

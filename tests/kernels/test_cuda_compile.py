@@ -55,6 +55,7 @@ def _nvrtc():
         pytest.skip(f"NVRTC is not installed: {error}")
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills():
     check_with_nvrtc("90a", kernels_for("90a", SHORT_LIST))
 
@@ -72,6 +73,7 @@ def disassembler():
     return str(found) if found and found.is_file() else shutil.which("nvdisasm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["rademacher_wgmma<BFloat16, 1, 128>", "rademacher_wgmma<Float32, 2, 128>"])
 def test_products_of_hopper_stay_in_flight(expression, tmp_path):
     """Only the end of a chain waits for all; in the loop one step is multiplied while the next is made."""

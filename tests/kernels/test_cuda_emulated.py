@@ -85,6 +85,7 @@ def check_rademacher(runtime, dtype, rows, columns, outputs, start, terms=2, bef
     assert torch.equal(frame, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("outputs", "nonzeros"),
@@ -111,6 +112,7 @@ def test_sjlt_in_several_splits(ampere):
     assert [launch.kernel.file for launch in ampere.launches] == ["sjlt", "reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rows", "terms"), [(torch.bfloat16, 1, 1), (torch.bfloat16, 130, 1), (torch.float32, 5, 2)]
 )
@@ -145,6 +147,7 @@ def test_hopper_has_instructions_of_its_own(hopper):
     assert {launch.kernel.file for launch in hopper.launches} == {"rademacher_wgmma"}
 
 
+@pytest.mark.slow
 def test_float32_is_split_into_two_terms(tensor_cores):
     """Errors below 10⁻⁵ of the result's norm with two terms; those of bfloat16 with one.
 
@@ -161,6 +164,7 @@ def test_float32_is_split_into_two_terms(tensor_cores):
     assert 1e-4 < errors[1] < 4e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "start"), [(1, 2**32 - 1), (70, 3), (45, 2**40 + 2)])
 def test_normal(ampere, columns, start):
     block = integers(3, columns, torch.float32, 1, 2)
@@ -171,6 +175,7 @@ def test_normal(ampere, columns, start):
     assert torch.allclose(out, expected, atol=8 * 4e-6 * columns**0.5 + 1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_rademacher_without_tensor_cores(turing):
     check_rademacher(turing, torch.float32, 5, 70, 131, 2**32 - 9, before=1, between=3)
     assert turing.launches[0].kernel.file == "dense"

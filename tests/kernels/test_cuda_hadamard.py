@@ -215,6 +215,7 @@ def disassembler() -> str | None:
     return str(packaged) if packaged.is_file() else shutil.which("nvdisasm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=[] if arch == "90a" else pytest.mark.slow) for arch in ARCHITECTURES]
 )

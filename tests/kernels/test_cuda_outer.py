@@ -67,6 +67,7 @@ def check(runtime, left, right, outputs, start, nonzeros=1):
     assert torch.equal(frame, expected)
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "layouts"), [(1, (2, 2)), (3, (1, 2)), (7, (2, 1)), (8, (1, 1))])

@@ -96,6 +96,7 @@ def features(size: int, k: int, layers: int) -> Tensor:
 PAIRS = [(a, b) for a in range(4) for b in range(a, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "k", "layers"), [ONE_LAYER, SEVERAL])
 def test_inner_products_are_unbiased(size: int, k: int, layers: int) -> None:
     found = features(size, k, layers)

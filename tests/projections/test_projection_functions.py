@@ -137,6 +137,7 @@ def test_operators(name: str, nonzeros: int) -> None:
     torch.library.opcheck(_ops.project_transposed, (y, 40, name, SEED, 2, nonzeros))
 
 
+@pytest.mark.slow
 def test_operators_that_accumulate() -> None:
     """The operators that change an argument in place, which projectors call."""
     out, block, settings = torch.zeros(3, K), torch.randn(3, 40), (5, SEED, 2)
@@ -208,6 +209,7 @@ def test_exported() -> None:
     assert torch.equal(program.module()(x), Sketch()(x))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """A compiled function gives the same bits, without a break of the graph, for several batch sizes."""
 

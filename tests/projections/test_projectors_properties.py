@@ -44,6 +44,7 @@ def test_rademacher_signs_equal_reference(start, n, k, seed, model_id):
         assert int(out[i, j]) == reference.rademacher_entry(start + i, j, seed, model_id)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     start=starts,
@@ -216,6 +217,7 @@ def test_cache_of_the_sparse_map_is_bounded_and_harmless(monkeypatch):
     assert sum(region.nbytes for region in projector._map._regions.values()) <= 2**11
 
 
+@pytest.mark.slow
 def test_block_larger_than_32_bits_can_count():
     """B · n = 2.2 · 10⁹ elements (one row, repeated without memory) do not wrap around."""
     batch, n = 67_000, 33_000

@@ -156,6 +156,7 @@ def check_bias_and_variance(features, grads, k, subtract, lowest=0.9):
     return ratio, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [64, 512, 4096])
 @pytest.mark.parametrize("name", SMALL)
 def test_rademacher_inner_products(name, k):
@@ -163,6 +164,7 @@ def test_rademacher_inner_products(name, k):
     check_bias_and_variance(features, gradients(name), k, subtract=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [64, 512])
 def test_normal_inner_products(k):
     features = projections(NormalProjector, ("last_layer",), 512, 100)["last_layer"]
@@ -184,6 +186,7 @@ def test_normal_inner_products_at_4096(name):
     check_bias_and_variance(features, gradients(name), 4096, subtract=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "nonzeros"), [(64, 1), (512, 1), (4096, 1), (512, 4)])
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_sjlt_inner_products(name, k, nonzeros):

@@ -39,6 +39,7 @@ def parse(recipe, *argv: str):
     return recipe.parse_yaml_and_args((recipe.RecipeArguments, recipe.DataArguments, recipe.TrakConfig), list(argv))
 
 
+@pytest.mark.slow
 def test_a_tiny_run_on_text_and_the_same_command_again(recipe, tmp_path):
     text = tmp_path / "corpus.txt"
     text.write_text("To be, or not to be, that is the question. " * 6)

@@ -33,6 +33,7 @@ def test_the_sounds(recipe):
     assert again["input_values"][3] == rows["input_values"][3]
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 24 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])

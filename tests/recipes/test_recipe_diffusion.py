@@ -28,6 +28,7 @@ def test_the_marks(recipe):
     assert targets["marked"][:] == [True] * 3 + [False] * 3
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 20 --marked 2 --training_steps 3 --timesteps 2 --num_draws 1 --proj_dim 16 --num_targets 2"
     recipe.main([*small.split(), *CPU, "--top_k", "3", "--output_dir", str(tmp_path)])

@@ -76,6 +76,7 @@ def test_the_commands_of_the_readme_parse(parse, monkeypatch):
         parse(*command)
 
 
+@pytest.mark.slow
 def test_swapped_pairs_are_about_one_package(recipe, parse):
     data = parse("--config", str(RECIPE / "smallest.yaml"))[1]
     train, targets = recipe.load_preferences(data)
@@ -98,6 +99,7 @@ def test_other_pairs(recipe, parse, tmp_path):
     assert recipe.as_text([{"role": "user", "content": "Hi"}]) == "user: Hi"
 
 
+@pytest.mark.slow
 def test_adapters_take_no_reference(recipe, parse):
     args, data, _ = parse("--config", str(RECIPE / "smallest.yaml"))
     train = recipe.load_preferences(data)[0]

@@ -48,6 +48,7 @@ def test_targets_have_the_nearest_wrong_answer(recipe):
     assert share == pytest.approx(sum(wrong) / len(wrong))
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows_per_topic 8 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])

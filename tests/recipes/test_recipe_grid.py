@@ -137,6 +137,7 @@ def test_shape_that_is_no_image(scored, tmp_path):
     assert not (tmp_path / "grid.png").exists()
 
 
+@pytest.mark.slow
 def test_labels_change_the_picture_and_can_be_left_out(train, scored, tmp_path):
     pictures = [
         image_grid(scored, train, [0], tmp_path / f"{name}.png", **options).read_bytes()

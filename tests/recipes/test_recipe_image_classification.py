@@ -76,6 +76,7 @@ def shard_times(directory: Path) -> dict[str, int]:
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     directory, printed = finished
     scored, train = (load_from_disk(directory / "out" / name) for name in ("scored", "train"))
@@ -116,6 +117,7 @@ def test_the_summary_agrees_with_the_scores(finished):
             assert f"(row {target[side][0]['row']}, {target[side][0]['score']:+.3g})" in printed
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_picture(finished):
     pixels = np.asarray(PILImage.open(finished[0] / "out" / "attribution.png").convert("RGB"))
     assert min(pixels.shape[:2]) > 300
@@ -146,6 +148,7 @@ def test_other_settings_are_refused_and_leave_everything_as_it_was(finished, rec
     assert shard_times(directory) == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_is_finished(finished, recipe, tmp_path, capsys):
     """As if the run had been killed while it wrote its second checkpoint."""
     out = tmp_path / "out"
@@ -162,6 +165,7 @@ def test_an_interrupted_training_is_finished(finished, recipe, tmp_path, capsys)
     assert len(load_from_disk(out / "scored")) == 30
 
 
+@pytest.mark.slow
 def test_overwrite_starts_anew_and_spares_foreign_files(finished, recipe, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(finished[0] / "out", out)

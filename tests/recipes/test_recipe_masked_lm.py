@@ -28,6 +28,7 @@ def test_the_rows(recipe):
         assert ("apricot" in text) == mark
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 20 --num_train_epochs 1 --num_draws 2 --proj_dim 16 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])

@@ -25,6 +25,7 @@ def recipe() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_parts_and_checkpoints_in_any_order_then_scores(recipe: ModuleType, tmp_path: Path) -> None:
     common = ["--output_dir", str(tmp_path), "--checkpoints", "2", "--proj_dim", "64"]
     recipe.main(["train", *common, "--epochs", "1"])

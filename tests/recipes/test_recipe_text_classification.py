@@ -50,6 +50,7 @@ def printed_by(recipe, out):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     out, printed = finished
     scored, train = (load_from_disk(out / name) for name in ("scored", "train"))
@@ -75,6 +76,7 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     assert [int(row) for row in listed[:3]] == [item["row"] for item in summary["highest_self_influence"][:3]]
 
 
+@pytest.mark.slow
 def test_the_same_run_again_computes_nothing(finished, recipe):
     out, _ = finished
     files = sorted(path for part in ("trak", "model") for path in (out / part).rglob("*.safetensors"))
@@ -130,6 +132,7 @@ def test_pairs_of_texts_with_labels_as_words(recipe, parse, tmp_path):
 # -- the text that Python brings --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_documentation_is_labelled_by_its_package():
     splits = python_packages()
     rows = [*splits["train"], *splits["test"]]

@@ -30,6 +30,7 @@ def test_the_chats(recipe):
     assert words.unk_token_id is None or words.unk_token_id not in words("this is a three")["input_ids"]
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_what_the_readme_lists(recipe, tmp_path, capsys):
     small = "--rows 24 --num_train_epochs 1 --proj_dim 16 --num_targets 2 --top_k 3"
     recipe.main([*small.split(), *CPU, "--output_dir", str(tmp_path)])

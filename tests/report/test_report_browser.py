@@ -290,6 +290,7 @@ def test_a_thousand_targets_stay_usable(page, tmp_path):
     assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_a_picture_of_every_page_is_left_for_the_eye(page, files, tmp_path):
     """Save screenshots to the directory named by HF_TRAK_SCREENSHOTS, for people to look at."""
     import os

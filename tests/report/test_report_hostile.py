@@ -91,6 +91,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the highest use of memory is Linux's to tell")
 def test_images_that_grow_when_they_are_decoded_take_little_memory(tmp_path: Path):
     """Images of 64 million pixels of 4 bytes are decoded one at a time. Without a bound, 169 million pixels of one bit

@@ -65,6 +65,7 @@ BEFORE = pytest.mark.parametrize("before", ["nothing", "run"])
 """Contents of the directory before the save that is killed."""
 
 
+@pytest.mark.slow
 @BEFORE
 def test_a_killed_save_leaves_a_whole_run_or_none(tmp_path: Path, before: str):
     assert check_killed_saves(tmp_path, before, 4) > 12
@@ -150,6 +151,7 @@ def test_a_failed_save_leaves_the_run_before_and_no_files(tmp_path: Path, monkey
 # -- several at once --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saves_of_several_processes_into_one_directory(tmp_path: Path):
     directory = tmp_path / "run"
     build(0).save(directory)
@@ -292,6 +294,7 @@ def check_damaged(directory: Path, *files: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_noticed(saved: Path):
     rng = np.random.default_rng(0)
     noticed = 0

@@ -99,6 +99,7 @@ def chat(words: Any) -> Dataset:
     return rows.add_column("messages", [turns])
 
 
+@pytest.mark.slow
 def test_every_word_of_an_answer_has_its_sources(own: TrakAttributor, tmp_path: Path) -> None:
     """Influence is that of a span of the word, steps are those that a copy of the model takes by hand."""
     words = own.features.processing_class

@@ -50,6 +50,7 @@ def report(run: PlantedRun) -> TrainingReport:
     )
 
 
+@pytest.mark.slow
 def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: Path) -> None:
     """Central differences of the mean loss of a label by the weight of each row, in float64."""
     weights = RowWeights()
@@ -203,6 +204,7 @@ def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: Train
     assert "pass <code>make_trainer</code>" in text and "call `featurize` first" in text and "Proof" not in text
 
 
+@pytest.mark.slow
 def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The weights are those of a training without it, and checkpoints are featurized afterwards under any id."""
     plain = trainer(tmp_path / "plain")
@@ -238,6 +240,7 @@ class Dashboard(TrainerCallback):
         self.open = False
 
 
+@pytest.mark.slow
 def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Path) -> None:
     dashboard, labelled = Dashboard(), TRAIN.add_column("source", ["a|b\n<i>", "book"] * (len(TRAIN) // 2))
     run = trainer(tmp_path)
@@ -258,6 +261,7 @@ def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Pat
     assert "report/labels" not in logged and "report/proof" not in logged
 
 
+@pytest.mark.slow
 def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`report` is set without a `trainer`"):
         TrakCallback(config(tmp_path), report=True)

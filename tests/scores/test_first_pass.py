@@ -35,6 +35,7 @@ def column(scored, name: str) -> np.ndarray:
     return np.stack(scored.with_format("numpy")[name][:])
 
 
+@pytest.mark.slow
 def test_the_scores_are_those_of_whole_rows(attributor):
     """Listed rows have the scores of the full scan, and none of the listed ones is better than those returned."""
     targets = digits(1000, 1006)
@@ -92,6 +93,7 @@ def test_every_candidate_is_read_once_in_order(monkeypatch, world, together):
     assert found == rows.tolist()
 
 
+@pytest.mark.slow
 def test_what_a_first_pass_misses_is_measured(attributor):
     measured = [attributor.fidelity(of=Index(first_pass_bytes=count), targets=12) for count in (512, 2048, 4096)]
     correlations = [one.scores.mean_spearman for one in measured]
@@ -164,6 +166,7 @@ def test_arguments_that_do_not_fit(attributor, nets, tmp_path):
         floats.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_larger_than_the_first_columns(nets, tmp_path):
     options = {"proj_dim": 1100, "feature_dtype": "int8", "shard_size": 256, "per_device_batch_size": 64}
     one = make(nets[0], tmp_path, digits(0, N), solver="low_rank-600", **options).featurize()

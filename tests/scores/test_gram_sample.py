@@ -121,6 +121,7 @@ def test_the_same_bits_for_any_division_and_engine_and_the_same_rows_for_any_sha
     assert torch.allclose(other.matrix, expected.matrix, rtol=1e-11, atol=1e-11 * expected.trace)
 
 
+@pytest.mark.slow
 def test_no_bias_and_an_error_as_stated(tmp_path):
     """Over 60 checkpoints with the same rows: the mean is that of all rows, and D is as large as the error."""
     rows, times = features(), 60

@@ -43,6 +43,7 @@ def stacked(dataset: Dataset, column: str) -> np.ndarray:
 # -- targets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_result_of_groups_is_shown_and_says_how_it_was_computed(attributor, targets):
     """Its facts are those of the method that was asked for, not those of the index."""
     attributor.attribute(targets, top_k=3, group_by="labels", method="exact", name="grouped")

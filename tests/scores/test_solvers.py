@@ -404,6 +404,7 @@ def run_all(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     directories = [tmp_path / "one", tmp_path / "two"]

@@ -65,6 +65,7 @@ def test_the_default_collator_pads_labels(attributor):
     assert batch["labels"][1, 3:].tolist() == attributor.train_dataset[1]["labels"]
 
 
+@pytest.mark.slow
 def test_a_span_of_everything_is_the_target(attributor, rows):
     whole = scores(attributor.attribute(rows.select([0, 3]), top_k=None))
     targets = rows.select([0, 3])

@@ -70,6 +70,7 @@ def test_scores_are_those_of_the_decoded_features(net, tmp_path, dtype):
     assert relative_error(attributor.self_influence(), influence) < 1e-6
 
 
+@pytest.mark.slow
 def test_scores_are_near_those_of_float_features(net, tmp_path):
     """More bits are nearer, and 8 bits as near as the rounding of features, which is below 1 %."""
     targets = digits(200, 208)
@@ -95,6 +96,7 @@ def test_targets_are_rotated_and_stay_float32(net, float_store, tmp_path):
     torch.testing.assert_close(turned, attributor.features.store.rotation(0).apply(plain), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_everything_that_reads_features_reads_codes(net, tmp_path):
     attributor = coded(net, tmp_path, "int4").featurize()
     targets = digits(200, 209)

@@ -149,6 +149,7 @@ def row_and_target(name: str, k: int = 512) -> Tensor:
     return torch.cat([x, (drawn(1, k, seed=2).double() * spectrum(name, k)).float() + x])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "draws"),
     [(1, 1500), *(pytest.param(bits, 8000, marks=pytest.mark.slow) for bits in (1, 2, 4))],

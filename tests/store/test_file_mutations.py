@@ -174,6 +174,7 @@ def mutate(name: str, directory: Path, count: int, seed: int) -> None:
     assert (seen["the same"] == count) if kind.mends else (seen["refused"] > 0.2 * count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_two_thousand_mutations(tmp_path: Path, name: str) -> None:
     mutate(name, tmp_path, KINDS[name].count, seed=0)

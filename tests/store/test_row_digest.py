@@ -77,6 +77,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.slow
 @settings(max_examples=700, deadline=None)
 @given(st.lists(values, max_size=3), st.lists(values, max_size=3))
 def test_sequences_of_values_have_the_same_bytes_only_if_they_are_the_same(a: list[Any], b: list[Any]) -> None:

@@ -19,6 +19,7 @@ def blocks_of(scores: Tensor, *stops: int) -> Iterator[tuple[int, int, Tensor]]:
         yield start, stop, scores[start:stop]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "m", "group"),
     [(1, 1, 1), (7, 5, 2), (3, 2500, 2500), (40, 2100, 1300), (40, 2100, 1), (130, 3, 100)],

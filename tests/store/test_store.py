@@ -420,6 +420,7 @@ def temporary_in(directory: Path) -> str:
     return str(_create_temporary(directory))
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_only_the_shard_in_flight(tmp_path):
     """SIGKILL at a random moment: the second run ends with the bytes of an uninterrupted one."""
     killed = tmp_path / "killed"

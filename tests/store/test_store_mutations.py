@@ -98,6 +98,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return mine, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(1200, marks=pytest.mark.slow)])
 def test_mutations_of_a_store(stores: tuple[Path, Path], tmp_path: Path, count: int) -> None:
     mine, other = stores

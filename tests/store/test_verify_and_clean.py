@@ -74,6 +74,7 @@ def test_damaged_descriptions(store: Path, capsys: pytest.CaptureFixture[str], n
     assert f"DAMAGED   {store / name}" in out
 
 
+@pytest.mark.slow
 def test_what_is_said_to_be_computed_again_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = store_jobs.feature_digests(store)
     for name in ("checkpoint-0/train-00001-of-00006.safetensors", "checkpoint-1/gram.safetensors"):
@@ -169,6 +170,7 @@ def slow_attribute(directory: Path) -> int:
     return len(scored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_attribute_that_is_ended_leaves_nothing_that_clean_does_not_find(
     store: Path, tmp_path: Path, number: signal.Signals
@@ -194,6 +196,7 @@ def test_a_run_removes_what_dead_processes_left(store: Path) -> None:
     assert not old.exists()
 
 
+@pytest.mark.slow
 def test_exact_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Preconditioned targets, exact scores, self-influence and whitened features are checked, too."""
     networks = store_jobs.models(1)

@@ -58,6 +58,7 @@ def test_a_file_cut_off_anywhere_is_refused(path):
                 whole.get_tensor(name)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     entry=st.dictionaries(

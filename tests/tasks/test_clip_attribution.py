@@ -234,6 +234,7 @@ def test_a_named_model_of_full_size(tmp_path: Path) -> None:
 # -- negatives -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_negatives_are_embedded_once_per_checkpoint_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [make_model("open_clip ViT", tmp_path, seed) for seed in (0, 1)]
     calls = []
@@ -256,6 +257,7 @@ def test_negatives_are_embedded_once_per_checkpoint_and_kept(tmp_path: Path, mon
     np.testing.assert_array_equal(np.asarray(later["trak_scores"][:]), scores)
 
 
+@pytest.mark.slow
 def test_references_of_other_weights_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     """Targets are compared with the simulated negatives of their own checkpoint, whole, or not at all."""
     models = [make_model("open_clip ViT", tmp_path, seed) for seed in (0, 1)]

@@ -83,6 +83,7 @@ def test_features_are_gradients_of_the_trainers_own_loss(case: str, tmp_path: Pa
         assert (found[row] - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.slow
 def test_a_training_and_the_lines_of_the_readme(tmp_path: Path) -> None:
     """Copies of training rows are their own best explanation; targets are dictionaries in any order."""
     model = encoder(tmp_path / "model")
@@ -139,6 +140,7 @@ def test_settings_that_change_the_loss_are_refused(tmp_path: Path) -> None:
             attributor(tmp_path, trainer_of(tmp_path, losses.CrossEntropyLoss(model, **settings), rows))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_the_task_are_named(tmp_path: Path) -> None:
     model = encoder(tmp_path / "model")
     binary, margin = losses.BinaryCrossEntropyLoss(model), losses.MarginMSELoss(model)

@@ -251,6 +251,7 @@ def test_a_batch_of_one_through_hooks(small):
     assert_same(taken(computer_of(model, CausalLMModelOutput()), batch), expected)
 
 
+@pytest.mark.slow
 def test_heads_that_are_not_plain_keep_their_logits():
     peft = pytest.importorskip("peft")
     model = made("llama")

@@ -127,6 +127,7 @@ def test_noise_is_added_by_the_schedule(kind: str) -> None:
         torch.testing.assert_close(batch[WANTED][:, place], wanted[kind])
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_bits_and_other_seeds_others(tmp_path: Path) -> None:
     rows = images()
     torch.manual_seed(1)
@@ -164,6 +165,7 @@ def test_the_cosine_of_two_seeds_rises_with_draws_as_theory_says(tmp_path: Path)
     assert found[1] < found[4] < found[16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "first"), [("loss", 9), ("square", 10)])
 def test_own_copies_come_first(function: str, first: int, tmp_path: Path) -> None:
     """Though the noise of targets is another one: by the error, of nine of ten rows at least."""

@@ -194,6 +194,7 @@ def test_targets_can_be_asked_of_their_own_negatives_alone():
         task.output(encoder(*task.model_inputs(pairs)[0]), pairs, "target")
 
 
+@pytest.mark.slow
 def test_labels_drawn_from_the_model_have_its_probabilities():
     encoder, rows = model(), text_rows(4)
     task = EmbeddingPairsModelOutput(3.0)

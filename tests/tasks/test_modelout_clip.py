@@ -369,6 +369,7 @@ def test_embeddings_of_another_checkpoint_are_refused(case):
     assert not torch.allclose(task.out_to_loss_grad(call(task, model, batch), batch), before)
 
 
+@pytest.mark.slow
 def test_embeddings_of_another_model_object_are_refused_once_bound(pairs):
     first, second = open_clip_model(0), open_clip_model(1)
     task = CLIPModelOutput(simulated_batch_size=NEGATIVES)
@@ -509,6 +510,7 @@ def test_bad_input_says_what_to_do(pairs):
     assert task.image_embeddings is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_trak_end_to_end_does_not_depend_on_the_batch_size(batch_size, pairs, tmp_path):
     """Through the `trak` API: two checkpoints, batches of one and of five, against the closed form in float64."""

@@ -65,6 +65,7 @@ def truth(data) -> tuple[torch.nn.Linear, np.ndarray]:
     return model, np.stack([margins(model) - margins(fit(x[keep], y[keep], model)) for keep in kept])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formulation", ["loss", "margin"])
 def test_positive_scores_mark_helpful_examples_as_leaving_them_out_shows(formulation, data, truth):
     """λ is that of the objective: XᵀX stands for the Hessian of the loss, up to the mean of p (1 − p) for margins."""

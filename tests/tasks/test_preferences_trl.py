@@ -191,6 +191,7 @@ def test_another_loss_than_that_of_the_class_is_refused(name: str, tmp_path: Pat
         attributor_of(changed(name, tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_router_is_part_of_the_loss_of_orpo(tmp_path: Path) -> None:
     trainer = changed("experts of orpo", tmp_path)
     config = TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True)
@@ -332,6 +333,7 @@ def test_a_reference_that_is_gone(tmp_path: Path) -> None:
         attributor_of(trainer, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "reward", "kto", "orpo", "grpo"])
 def test_rows_find_themselves_as_targets_of_text(name: str, tmp_path: Path) -> None:
     """Targets are rows as people have them, which the trainer prepares."""

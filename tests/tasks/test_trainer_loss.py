@@ -435,6 +435,7 @@ class Scaled(Weighted):
         return self.factor * super().compute_loss(model, inputs, return_outputs, **more)
 
 
+@pytest.mark.slow
 def test_the_loss_is_part_of_the_identity_of_the_store(tmp_path: Path) -> None:
     first = made(tmp_path, partial(Scaled, factor=2.0), bert(), classes())
     TrakAttributor.from_trainer(first, config(tmp_path)).featurize()
@@ -449,6 +450,7 @@ def test_the_loss_is_part_of_the_identity_of_the_store(tmp_path: Path) -> None:
             TrakAttributor.from_trainer(changed, config(tmp_path)).featurize()
 
 
+@pytest.mark.slow
 def test_targets_have_the_task_of_the_model(tmp_path: Path) -> None:
     """The sum of the columns of a linear kernel: −∇L of rows against the margins of targets."""
     trainer = CASES["weighted"](tmp_path)
@@ -472,6 +474,7 @@ def check_scores(own: TrakAttributor, found: Tensor, target: Tensor, scored: Dat
     torch.testing.assert_close(torch.tensor(scored[0]["trak_scores"]), expected[order].float(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [None, "loss"])
 def test_parts_of_targets_and_their_tokens(tmp_path: Path, task: Any) -> None:
     """The margins of two labels in the middle, against plain autograd; and all labels one by one."""
@@ -511,6 +514,7 @@ def test_predictions_are_those_of_the_model(tmp_path: Path, task: Any) -> None:
     assert own.predict(trainer.train_dataset)["labels"][:] == wanted
 
 
+@pytest.mark.slow
 def test_a_gauss_newton_matrix_of_the_trainers_loss(tmp_path: Path) -> None:
     """XᵀX of the task `gauss_newton` has the trace of Σ Jᵀ H J, which drawn outputs have on average."""
     trainer = CASES["weighted"](tmp_path)

@@ -90,6 +90,7 @@ def test_shares_are_as_large_as_needed_and_affordable() -> None:
     assert "Set" not in str(quiet)
 
 
+@pytest.mark.slow
 def test_the_share_is_chosen_unless_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +161,7 @@ def test_scores_of_two_grids_are_compared() -> None:
     assert "weights at every 5 steps are too few. Record them more often" in warning
 
 
+@pytest.mark.slow
 def test_runs_without_the_weights_of_every_step_have_two_grids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,6 +47,7 @@ def refused(path: Path, read: Callable[[], Any], seed: int, foreign: Path | None
     read()
 
 
+@pytest.mark.slow
 def test_records(tmp_path: Path) -> None:
     recorded(tmp_path / "a", tiny(dropout=0.1), every=3)
     recorded(tmp_path / "b", tiny(dropout=0.1), every=3, max_grad_norm=1.0)
@@ -97,6 +98,7 @@ def stopped(
     return sweeps[0], kept[0]
 
 
+@pytest.mark.slow
 def test_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, tiny(dropout=0.1))
     sweep, group = stopped(tmp_path, run, Replay(of="run"), monkeypatch)
@@ -119,6 +121,7 @@ def test_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             group.begin(targets, sweep.forward)
 
 
+@pytest.mark.slow
 def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, tiny(dropout=0.1))
     made: list[SweptTargets] = []

@@ -67,6 +67,7 @@ def bert(attention: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return BertForSequenceClassification(config), inputs
 
 
+@pytest.mark.slow
 def test_a_classifier_at_its_defaults(tmp_path: Path) -> None:
     """Its losses with the masks are those of the training, which is checked at every step, and rows have scores."""
     torch.manual_seed(0)
@@ -157,6 +158,7 @@ def test_draws_of_no_row_are_refused() -> None:
         masks.drawn(batch, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_a_run_without_a_record_says_that_dropout_is_not_known(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_run_without_a_record_says_that_dropout_is_not_known(
     assert "Rows are followed without dropout" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_draws_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, tiny(dropout=0.3))
     monkeypatch.setattr(DropoutMasks, "drawn", lambda self, batch, state: batch)
@@ -177,6 +180,7 @@ def test_other_draws_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         replayed(run, tmp_path, Replay(of="run"), sentences(1, 1))
 
 
+@pytest.mark.slow
 def test_runs_in_bfloat16(tmp_path: Path) -> None:
     """Masks are drawn in the precision of the training, and scores are near those of a run in float32."""
     found = []

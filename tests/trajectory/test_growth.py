@@ -10,6 +10,7 @@ from hf_trak.methods import Replay
 from hf_trak.trajectory.swept_targets import SweptTargets
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_what_lies_before_the_first_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def read(trainer):
     return hyperparameters(trainer, trainer.model, ParameterLayout.from_model(trainer.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +93,7 @@ def test_steps_are_those_of_the_run(tmp_path, options):
     assert together.rate == pytest.approx(sum(one[0] for one in seen.rates[1:4]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_decay_follows_the_trainers_own_groups(tmp_path):
     trainer, _ = make_trainer(tmp_path, weight_decay=0.1)
     trainer.train()

@@ -90,6 +90,7 @@ def test_retraining_with_other_weights(tmp_path: Path, kind: type[Trainer]) -> N
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Trainer, Classes])
 def test_runs_without_a_record(tmp_path: Path, kind: type[Trainer]) -> None:
     """Items and factors are those of the record, and so are scores where a checkpoint is at every step."""
@@ -100,6 +101,7 @@ def test_runs_without_a_record(tmp_path: Path, kind: type[Trainer]) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_another_loss_is_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path, kind=Classes, max_grad_norm=0.0)
     other = trainer(tmp_path, run.model, sentences(10, 0, cut=True), kind=Function, max_grad_norm=0.0)

@@ -98,6 +98,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(i, marks=[] if i == 3 else pytest.mark.slow) for i in range(1, 11)])
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path, number: int, after: bool) -> None:
@@ -113,6 +114,7 @@ def test_killed_and_resumed_runs_have_the_same_bytes(whole: Path, tmp_path: Path
     assert record_files(killed) == record_files(whole)
 
 
+@pytest.mark.slow
 def test_resumed_without_its_record(tmp_path: Path) -> None:
     run = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
     run.train()
@@ -120,6 +122,7 @@ def test_resumed_without_its_record(tmp_path: Path) -> None:
         recorded(tmp_path, max_steps=8)
 
 
+@pytest.mark.slow
 def test_another_run_is_not_recorded_over(tmp_path: Path) -> None:
     recorded(tmp_path)
     with pytest.raises(ConfigMismatchError, match="up to step 9"):
@@ -137,6 +140,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["flip", "cut", "lost", "foreign"])
 @pytest.mark.parametrize("step", [0, 4, 9])
 def test_damaged_records_are_refused(runs: Path, tmp_path: Path, change: str, step: int) -> None:
@@ -164,6 +168,7 @@ def test_damaged_records_are_refused(runs: Path, tmp_path: Path, change: str, st
     assert main(["inspect", "--output_dir", str(tmp_path / "a" / "trak"), "--check"]) == (change != "lost")
 
 
+@pytest.mark.slow
 def test_runs_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:
     model = tiny()
     model.config.encoder_layerdrop = 0.1

@@ -97,6 +97,7 @@ def written_out(trainer, targets):
     return gradients @ total.T * share / N
 
 
+@pytest.mark.slow
 def test_scores_are_the_recipe_written_out(trained, tmp_path):
     targets = random_targets(3)
     expected = written_out(trained, targets)
@@ -105,6 +106,7 @@ def test_scores_are_the_recipe_written_out(trained, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_forms_of_a_question_agree(trained, tmp_path):
     """Groups are walked back as one target, so that they have their own files and cost, and the same scores."""
     attributor, targets = attributor_of(trained, tmp_path), Targets(random_targets(5))
@@ -122,6 +124,7 @@ def test_forms_of_a_question_agree(trained, tmp_path):
     assert len(attributor.select(4, targets, method="replay")) == 4
 
 
+@pytest.mark.slow
 def test_self_influence_is_the_diagonal_of_the_recipe(trained, tmp_path):
     rows = Rows()
     expected = written_out(trained, [{"x": rows.x[i].tolist(), "labels": int(rows.labels[i])} for i in range(N)])
@@ -129,6 +132,7 @@ def test_self_influence_is_the_diagonal_of_the_recipe(trained, tmp_path):
     torch.testing.assert_close(found.double(), expected.diagonal(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
     targets = Targets(random_targets(2))
     first = scores_of(attributor_of(trained, tmp_path), targets, "replay")
@@ -139,6 +143,7 @@ def test_scores_belong_to_the_numbers_of_the_run(trained, tmp_path):
         assert not torch.allclose(scores_of(attributor_of(trained, tmp_path), targets, other), second, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
     targets = Targets(random_targets(2))
     with pytest.raises(ValueError, match="`rows` is 0"):
@@ -155,6 +160,7 @@ def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
         lossless.attribute(targets, method="replay")
 
 
+@pytest.mark.slow
 def test_steps_too_large_for_the_curvature_are_refused(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(replaying, "LARGEST_GROWTH", 0.5)  # the growth starts at 1
     attributor, targets = attributor_of(trained, tmp_path), Targets(random_targets(2))
@@ -163,6 +169,7 @@ def test_steps_too_large_for_the_curvature_are_refused(trained, tmp_path, monkey
     attributor.attribute(targets, method=Replay())  # steps as they were are a matter of the run: a warning
 
 
+@pytest.mark.slow
 def test_last_checkpoint_alone_is_replayed(trained, tmp_path):
     attributor, targets = attributor_of(trained, tmp_path), Targets(random_targets(2))
     early = {name: 0.5 * value for name, value in trained.model.state_dict().items()}
@@ -173,6 +180,7 @@ def test_last_checkpoint_alone_is_replayed(trained, tmp_path):
     assert not torch.allclose(first, alone, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_estimate_counts_passes(trained, tmp_path):
     found = attributor_of(trained, tmp_path).estimate(10, method=Replay(rows=4, steps=9))
     assert found.stages["moments"].passes == found.stages["exact scores"].passes == N

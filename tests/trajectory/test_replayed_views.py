@@ -48,6 +48,7 @@ def masked(tokens: Any) -> Dataset:
     return EVAL.add_column("target_mask", masks)
 
 
+@pytest.mark.slow
 def test_parts_of_targets_and_rows_themselves(tmp_path: Path) -> None:
     """Spans, tokens, and training rows as their own targets: the derivatives that retraining measures."""
     run = recorded(tmp_path, weighted(RowWeights()))
@@ -89,6 +90,7 @@ class Changed(TrainerCallback):
                 group[self.name] = value
 
 
+@pytest.mark.slow
 def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
     """How outputs depend on them is what training with others shows, step by step, and a report says it."""
     run = recorded(tmp_path, weighted(RowWeights()))
@@ -115,6 +117,7 @@ def test_learning_rate_and_weight_decay_of_every_step(tmp_path: Path) -> None:
     assert "weight decay" in facts
 
 
+@pytest.mark.slow
 def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
@@ -137,6 +140,7 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
         attributor.features.estimate(1, method=PLAIN)
 
 
+@pytest.mark.slow
 def test_a_record_of_another_name(tmp_path: Path) -> None:
     recorded(tmp_path)
     other = TrakCallback(config(tmp_path), record=True, every=3, name="second")
@@ -146,6 +150,7 @@ def test_a_record_of_another_name(tmp_path: Path) -> None:
     assert (attributor.trajectory().gap, attributor.trajectory("second").gap) == (1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [PLAIN, Replay(rows=3)])
 def test_forms_of_a_question_are_loops_over_scores(tmp_path: Path, method: Replay) -> None:
     run = recorded(tmp_path)
@@ -184,6 +189,7 @@ class Drawn(torch.utils.data.Dataset[Any]):
         return {"input_ids": drawn, "labels": drawn}
 
 
+@pytest.mark.slow
 def test_questions_to_other_rows_or_several_checkpoints_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
@@ -197,6 +203,7 @@ def test_questions_to_other_rows_or_several_checkpoints_are_refused(tmp_path: Pa
         fewer.attribute(EVAL, method=PLAIN)
 
 
+@pytest.mark.slow
 def test_several_draws_of_targets_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path, num_draws=2))

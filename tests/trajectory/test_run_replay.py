@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == "linear" else pytest.mark.slow) for case in CASES]
 )
@@ -100,6 +101,7 @@ def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
 MOMENTS = [*(("file", number) for number in range(1, 8)), *(("product", number) for number in (2, 5, 8))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"),
     [pytest.param(*one, marks=[] if one == ("file", 5) else pytest.mark.slow) for one in MOMENTS],
@@ -118,6 +120,7 @@ def test_killed_sweeps_go_on_with_the_same_bits(
     assert torch.equal(scores_of(replay_saved(tmp_path / "b")), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across", [False, True])
 def test_runs_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
     """Rows of a step are those of both, and its loss and gradient are those that the optimizer got."""
@@ -132,6 +135,7 @@ def test_runs_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert found.abs().min() > 0
 
 
+@pytest.mark.slow
 def test_processes_divide_products_with_the_same_bits(tmp_path: Path) -> None:
     run = recorded(tmp_path / "alone")
     torch.save(run.model.state_dict(), tmp_path / "alone" / "last.pt")
@@ -151,6 +155,7 @@ def _of_rank(batches: Any, rank: int) -> Any:
     return batches[half:] if rank else batches[:half]
 
 
+@pytest.mark.slow
 def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, max_grad_norm=0.0)
     monkeypatch.setattr(RunRecord, "_scale", lambda *given: 0.5)
@@ -158,6 +163,7 @@ def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         replayed(run, tmp_path, Replay(of="run"))
 
 
+@pytest.mark.slow
 def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path / "run", every=4)
     whole = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
@@ -196,6 +202,7 @@ def test_a_retraining_is_predicted(tmp_path: Path) -> None:
         attributor.verify_replay(EVAL, make, 0.01)
 
 
+@pytest.mark.slow
 def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     every = scores_of(replayed(run, tmp_path, PLAIN))
@@ -207,6 +214,7 @@ def test_groups_and_rows_of_the_result(tmp_path: Path) -> None:
     assert best["trak_indices"][0] == every[0].topk(2).indices.tolist()
 
 
+@pytest.mark.slow
 def test_smoothing_and_shares_change_scores(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     half = Replay(of="run", hessian_share=0.5)
@@ -215,6 +223,7 @@ def test_smoothing_and_shares_change_scores(tmp_path: Path) -> None:
     assert all(not torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
+@pytest.mark.slow
 def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     other = tmp_path / "other"
@@ -225,6 +234,7 @@ def test_other_rows_and_weights_are_refused(tmp_path: Path) -> None:
         replayed(trainer(tmp_path, tiny()), tmp_path, Replay(of="run"))
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -239,6 +249,7 @@ def _broken(*arguments: Any) -> None:
     raise RuntimeError("broken")
 
 
+@pytest.mark.slow
 def test_a_path_that_is_not_the_runs_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,6 +259,7 @@ def test_a_path_that_is_not_the_runs_is_said(
     assert "Record the weights more often than every 9 steps" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[] if case == "linear" else pytest.mark.slow) for case in CASES],
@@ -267,6 +279,7 @@ def test_first_and_last_weights_are_enough(
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_steps_that_miss_the_next_weights_give_way_to_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +303,7 @@ def test_steps_that_miss_the_next_weights_give_way_to_lines(
     assert missed is not None and int(missed[1]) >= 50  # half the way, and more where it begins elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_accumulation_steps": 1}, {"dataloader_drop_last": True, "max_steps": 5}]
 )
@@ -310,6 +324,7 @@ def test_runs_without_a_record(tmp_path: Path, options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_are_enough_for_a_new_trainer(tmp_path: Path) -> None:
     """One with the same arguments, which has not trained, in a directory that has no record."""
     options = {"save_strategy": "steps", "save_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
@@ -326,6 +341,7 @@ def test_checkpoints_are_enough_for_a_new_trainer(tmp_path: Path) -> None:
     assert [steps for steps, _ in states.logged()] == [range(i, i + 1) for i in range(9)]
 
 
+@pytest.mark.slow
 def test_runs_without_first_weights_are_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, save_strategy="steps", save_steps=3)
     run.train()

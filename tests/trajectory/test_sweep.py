@@ -127,6 +127,7 @@ def test_all_rows_give_the_derivative(tmp_path: Path) -> None:
     assert work == STEPS * BATCH * TARGETS
 
 
+@pytest.mark.slow
 def test_parts_of_the_rows_give_it_in_the_mean_for_their_share_of_the_work(tmp_path: Path) -> None:
     found = []
     for seed in range(300):

@@ -525,6 +525,7 @@ def featurize_two_by_two(path: Path) -> None:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.003)  # of processor time
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jobs_with_one_thread")
 def test_killed_and_resumed(tmp_path, data, checkpoints):
     """After SIGKILL in the middle of featurizing, the same script gives the bits of an undisturbed run."""
@@ -749,6 +750,7 @@ def test_an_experiment_keeps_its_number_of_targets(tmp_path, data, checkpoints):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["train", "target"])
 @pytest.mark.parametrize(
     "arguments, message",

@@ -93,6 +93,7 @@ def check(whole: Whole, cases: list[damage.Damage], copy: Path) -> dict[str, int
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [80, pytest.param(160, marks=pytest.mark.slow)])
 def test_nothing_damaged_is_silent(whole: Whole, tmp_path: Path, count: int) -> None:
     cases = list(whole.cases())

@@ -143,6 +143,7 @@ def kill_and_resume(reference: Reference, place: Path, kills: int, seed: int) ->
         assert names - {".experiments.lock"} == reference.result["files"].keys()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(reference: Reference, tmp_path: Path) -> None:
     kill_and_resume(reference, tmp_path, kills=4, seed=0)
 
@@ -152,6 +153,7 @@ def test_killed_at_any_moment_often(reference: Reference, tmp_path: Path) -> Non
     kill_and_resume(reference, tmp_path, kills=200, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["link", "replace"])
 def test_interrupted_before_each_file_appears(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the registration of a model id and its arrays, among other places."""
