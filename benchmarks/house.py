@@ -23,10 +23,12 @@ FILE_PACKAGES = ("store", "traker/savers", "report/run", "hub", "evaluation/bank
 LATER = (
     "trajectory", "featurize/calibrat", "featurize/replaying", "featurize/run_replaying", "featurize/answering",
     "evaluation/review", "modelout_functions/trainer_", "engines", "store/table", "scores/tables", "report/training",
-    "report/words", "cli/training_report",
+    "report/words", "cli/training_report", "store/lance_table", "scores/gram_sample", "featurize/cluster",
+    "featurize/roofline", "featurize/batch_counts", "runtime/counting", "kernels/cpu_codes",
 )  # fmt: skip
 """Beginnings of the paths of capabilities that came after the library was cut: replay, calibration, review, the loss
-of a trainer, tables and engines, the report of a training, and words with their sources."""
+of a trainer, tables and engines, the report of a training, words with their sources, samples of rows, estimates for
+clusters and GPUs, and compiled products of codes."""
 
 HUB_FILES = ("files", "manifest", "index_", "curvature_", "banks", "remote_rows", "ranges", "ranged", "parquet")
 
