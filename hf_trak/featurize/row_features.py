@@ -234,14 +234,14 @@ class RowFeatures:
         """
         if isinstance(self.projector, GradientMap):
             self.projector.begin(rows)
-        sink = self.projector.sink(len(rows), model_id, self.device)
+        sink = _SamplePerRow(lambda: self.projector.sink(len(rows), model_id, self.device), len(rows))
         batch = self.in_dtype_of_model(batch)
         try:
-            outputs = computer.stream(batch, _SamplePerRow(sink, len(rows)), side)
+            outputs = computer.stream(batch, sink, side)
         except Exception as error:
             error.add_note(f"This happened in the batch of {side} rows {rows[0]} to {rows[-1]}.")
             raise
-        out = self.division.total(sink.result())
+        out = self.division.total(sink.sink.result())
         if self.projector.scale != 1:  # whole gradients are too large to be copied for nothing
             out = out * self.projector.scale
         bad = ~(torch.isfinite(out).all(dim=1) & torch.isfinite(outputs.out_to_loss))
@@ -299,10 +299,15 @@ class RowFeatures:
 class _SamplePerRow:
     """Pass blocks on to a sink if they have as many samples as there are rows."""
 
-    def __init__(self, sink: ProjectionSink | MapSink, rows: int) -> None:
-        self.sink = sink
+    def __init__(self, opened: Callable[[], ProjectionSink | MapSink], rows: int) -> None:
         self.rows = rows
-        self.takes_outer = sink.takes_outer
+        self._opened = opened
+        self.renew()
+
+    def renew(self) -> None:
+        """Open the sink anew."""
+        self.sink = self._opened()
+        self.takes_outer = self.sink.takes_outer
 
     def __call__(self, start: int, block: Tensor) -> None:
         self._check(block.shape[0])

@@ -15,7 +15,14 @@ from hf_trak.gradient_computers.base import (
     SplitBatch,
     is_out_of_memory,
 )
-from hf_trak.gradient_computers.engine_check import KEPT_BYTES, BatchIndependence, KeptPass, check_against
+from hf_trak.gradient_computers.engine_check import (
+    KEPT_BYTES,
+    BatchIndependence,
+    ForwardedPass,
+    KeptPass,
+    RenewableSink,
+    check_against,
+)
 from hf_trak.gradient_computers.functional import FunctionalGradientComputer
 from hf_trak.gradient_computers.hooked.computer import HookedGradientComputer
 from hf_trak.gradient_computers.iterative import IterativeGradientComputer
@@ -52,8 +59,8 @@ class AutoGradientComputer(AbstractGradientComputer):
 
     The check takes two samples of the first batch (and of the first batch of another kind: another side, other keys).
     It costs one forward and backward pass of each of the two samples; in half precision, another two of each, to
-    measure what rounding does. Where all gradients of the batch take more than [`KEPT_BYTES`], the batch is passed
-    through the model once more.
+    measure what rounding does. Where all gradients of the batch take more than [`KEPT_BYTES`], and the sink is no
+    [`RenewableSink`], the batch is passed through the model once more.
 
     A batch that is already padded does not show what padding does to a sample. Callers that can collate a row alone
     set `collated_alone` before each batch: then the first padded row that is found (see `padding`) is compared with
@@ -163,11 +170,11 @@ class AutoGradientComputer(AbstractGradientComputer):
     def stream(self, batch: Batch, sink: GradientSink, side: Side = "train") -> BatchOutputs:
         computer = self._ready(batch, side, sink)
         kept, self._kept = self._kept, None
-        outputs = None if kept is None else kept.hand_on(sink, self.device)
+        outputs = None if kept is None else kept.hand_on()
         return computer.stream(batch, sink, side) if outputs is None else outputs
 
     def _ready(self, batch: Batch, side: Side, sink: GradientSink | None = None) -> AbstractGradientComputer:
-        """Choose and check the engine for this batch, and keep the checked pass for the sink if it is small."""
+        """Choose and check the engine for this batch, and keep the checked pass for the sink if that can be done."""
         split = SplitBatch.of(batch)
         # a batch of one cannot show that samples mix, so a larger one is checked again
         kind = (side, split.keys, split.size > 1)
@@ -181,7 +188,9 @@ class AutoGradientComputer(AbstractGradientComputer):
             return self._computer
         samples = Samples.of(batch, side, apart)
         reference = self._reference(samples) if self.self_check else None
-        computer = self._chosen(reference, samples, self._if_small(sink, split.size), again)
+        kept = None if reference is None else self._keeping(sink, split.size)
+        computer = self._chosen(reference, samples, kept, again)
+        self._kept = kept
         if reference is not None:
             self._checked.add(kind)
             search.finished |= apart is not None and apart.padded and apart.row in reference.rows
@@ -190,15 +199,21 @@ class AutoGradientComputer(AbstractGradientComputer):
             self._announce()
         return computer
 
-    def _if_small(self, sink: GradientSink | None, size: int) -> GradientSink | None:
-        """Return the sink if the gradients of a batch are as it wants them, and few enough to be kept."""
+    def _keeping(self, sink: GradientSink | None, size: int) -> KeptPass | None:
+        """Make what takes the gradients of a checked pass for the sink: they wait, or go on where it can forget them.
+
+        Returns:
+            [`KeptPass`] or `None`: `None` if they are not as the sink wants them, or too many to wait.
+        """
         if sink is None or self.dtype is not None:
             return None
+        if isinstance(sink, RenewableSink):
+            return ForwardedPass(sink, self.device)
         row_bytes = self.layout.gradient_bytes(dict(self.model.named_parameters()))
-        return sink if size * row_bytes <= KEPT_BYTES else None
+        return KeptPass(sink, self.device) if size * row_bytes <= KEPT_BYTES else None
 
     def _chosen(
-        self, reference: Reference | None, samples: Samples, sink: GradientSink | None, again: bool
+        self, reference: Reference | None, samples: Samples, kept: KeptPass | None, again: bool
     ) -> AbstractGradientComputer:
         """Return the engine in use, or the next one unless `again`, that has the gradients of the reference."""
         independence = None
@@ -211,10 +226,12 @@ class AutoGradientComputer(AbstractGradientComputer):
                     return computer
                 if not isinstance(computer, HookedGradientComputer):  # they may take samples one at a time
                     independence.require()
-                self._kept = self._check(computer, reference, samples, independence, sink)
+                self._check(computer, reference, samples, independence, kept)
                 return computer
             except Exception as error:  # an engine may fail in any way; plain autograd has just not failed
                 failure = error
+            if isinstance(kept, ForwardedPass) and kept.failure is not None:
+                raise kept.failure
             if independence is not None and not (is_out_of_memory(failure) or isinstance(failure, _NOT_OF_ENGINES)):
                 independence.require()  # is it the batch that is wrong?
             if again:
@@ -286,15 +303,15 @@ class AutoGradientComputer(AbstractGradientComputer):
         reference: Reference,
         samples: Samples,
         independence: BatchIndependence,
-        sink: GradientSink | None,
-    ) -> KeptPass | None:
+        kept: KeptPass | None,
+    ) -> None:
         """Run [`check_against`] at the precision of the parameters rather than that of the features."""
-        kept = computer.dtype, computer.device
+        wanted = computer.dtype, computer.device
         computer.dtype = computer.device = None
         try:
-            return check_against(reference, computer, samples, self.engine or "", independence, sink)
+            check_against(reference, computer, samples, self.engine or "", independence, kept)
         finally:
-            computer.dtype, computer.device = kept
+            computer.dtype, computer.device = wanted
 
     def _next(self) -> AbstractGradientComputer:
         """Make the engine that comes next."""

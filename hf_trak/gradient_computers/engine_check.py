@@ -1,6 +1,7 @@
 """The self-check, second half: an engine's gradients of the first batch beside those of two samples taken alone."""
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,24 +33,32 @@ from hf_trak.modelout_functions.deferred_logits import in_chunks
 
 KEPT_BYTES = 2**26
 
-"""Bytes of a batch's gradients up to which a checked pass is kept."""
+"""Bytes of a batch's gradients up to which they are kept until they are checked."""
 
 
 @dataclass
 class KeptPass:
-    """Blocks of one pass over a batch.
+    """Blocks of one pass over a batch, which wait until the pass is checked.
 
     Attributes:
+        sink: where they are meant to go. The pass is asked for what it takes.
+        device: where it wants them; `None` leaves them where they are.
         blocks: their first columns, and the blocks or their factors.
         outputs: the other results of the pass; `None` as long as it has not come to its end.
         held_bytes: bytes of the blocks.
     """
 
+    sink: GradientSink
+    device: torch.device | str | None
     blocks: list[tuple[int, Tensor | OuterBlock]] = field(default_factory=list)
     outputs: BatchOutputs | None = None
     held_bytes: int = 0
 
-    def keep(self, start: int, block: Tensor | OuterBlock) -> None:
+    def begin(self) -> None:
+        """Forget what came of another pass."""
+        self.blocks, self.outputs, self.held_bytes = [], None, 0
+
+    def take(self, start: int, block: Tensor | OuterBlock) -> None:
         """Copy a block, unless there are too many bytes by now."""
         parts = (block,) if isinstance(block, Tensor) else (block.left, block.right)
         self.held_bytes += sum(part.numel() * part.element_size() for part in parts)
@@ -59,12 +68,8 @@ class KeptPass:
         copies = [part.clone() for part in parts]
         self.blocks.append((start, copies[0] if isinstance(block, Tensor) else OuterBlock(*copies)))
 
-    def hand_on(self, sink: GradientSink, device: torch.device | str | None) -> BatchOutputs | None:
+    def hand_on(self) -> BatchOutputs | None:
         """Push the blocks into the sink.
-
-        Args:
-            sink: the one whose `takes_outer` the pass was asked for.
-            device: where it wants them; `None` leaves them where they are.
 
         Returns:
             [`BatchOutputs`] or `None`: `None` if the pass was not kept, and nothing was pushed.
@@ -72,12 +77,52 @@ class KeptPass:
         if self.outputs is None or self.held_bytes > KEPT_BYTES:
             return None
         for start, block in self.blocks:
-            if isinstance(block, Tensor):
-                sink(start, block.to(device=device))
-            else:
-                assert isinstance(sink, OuterSink)  # no one else is given factors
-                sink.add_outer(start, block.left.to(device=device), block.right.to(device=device))
+            self._push(start, block)
         return self.outputs
+
+    def _push(self, start: int, block: Tensor | OuterBlock) -> None:
+        if isinstance(block, Tensor):
+            self.sink(start, block.to(device=self.device))
+        else:
+            assert isinstance(self.sink, OuterSink)  # no one else is given factors
+            self.sink.add_outer(start, block.left.to(device=self.device), block.right.to(device=self.device))
+
+
+@runtime_checkable
+class RenewableSink(Protocol):
+    """A [`GradientSink`] that can forget what it was given, such as the blocks of an engine that is refused."""
+
+    def renew(self) -> None:
+        """Begin anew."""
+
+
+@dataclass
+class ForwardedPass(KeptPass):
+    """Blocks of one pass over a batch, which go on to a [`RenewableSink`] while the pass is checked.
+
+    Attributes:
+        failure: the error of the sink, which is no engine's.
+        begun: whether the sink has a block.
+    """
+
+    failure: Exception | None = None
+    begun: bool = False
+
+    def begin(self) -> None:
+        """Have the sink forget what came of another pass."""
+        super().begin()
+        if self.begun:
+            assert isinstance(self.sink, RenewableSink)  # others are given no such pass
+            self.sink.renew()
+
+    def take(self, start: int, block: Tensor | OuterBlock) -> None:
+        """Push a block into the sink."""
+        self.begun = True
+        try:
+            self._push(start, block)
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 _KINK = 0.05
@@ -161,7 +206,7 @@ class BatchIndependence:
 
 
 class _CheckingSink:
-    """Subtracts an engine's gradients from the reference, block by block in place, and keeps them if asked to."""
+    """Subtracts an engine's gradients from the reference, block by block in place, and hands them on if asked to."""
 
     def __init__(self, reference: Reference, kept: KeptPass | None) -> None:
         self.reference = reference
@@ -170,13 +215,15 @@ class _CheckingSink:
         self._rows = torch.tensor(reference.rows)
 
     def __call__(self, start: int, block: Tensor) -> None:
+        self._compare(start, block[self._rows.to(block.device)])
         if self.kept is not None:
-            self.kept.keep(start, block)
-        picked = block[self._rows.to(block.device)]
+            self.kept.take(start, block)
+
+    def _compare(self, start: int, picked: Tensor) -> None:
         if self.reference.sketch is not None:
             self.reference.sketch.add(self.residual, start, -picked)
         else:
-            self.residual[:, start : start + block.shape[1]] -= picked.to(self.residual.device, self.residual.dtype)
+            self.residual[:, start : start + picked.shape[1]] -= picked.to(self.residual.device, self.residual.dtype)
 
 
 class _CheckingOuterSink(_CheckingSink):
@@ -188,10 +235,12 @@ class _CheckingOuterSink(_CheckingSink):
 
     def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
         assert self.kept is not None
-        self.kept.keep(start, OuterBlock(left, right))
-        rows = self._rows.to(left.device)
-        block = OuterBlock(left[rows], right[rows]).dense()
-        self.residual[:, start : start + block.shape[1]] -= block.to(self.residual.device, self.residual.dtype)
+        rows, width = self._rows.to(left.device), right.shape[2]
+        step = max(1, KEPT_BYTES // (4 * len(rows) * width))
+        for low in range(0, left.shape[2], step):
+            picked = OuterBlock(left[rows, :, low : low + step], right[rows]).dense()
+            self._compare(start + low * width, picked)
+        self.kept.take(start, OuterBlock(left, right))
 
 
 def check_against(
@@ -200,8 +249,8 @@ def check_against(
     samples: Samples,
     engine: str,
     independence: BatchIndependence,
-    sink: GradientSink | None = None,
-) -> KeptPass | None:
+    kept: KeptPass | None = None,
+) -> None:
     """Compare an engine's gradients on the whole batch with the reference.
 
     Args:
@@ -210,20 +259,17 @@ def check_against(
         samples: the samples, and their batch.
         engine: name of the engine, for the error message.
         independence: the check that samples do not mix.
-        sink: where the gradients of the batch are meant to go, if the pass is to be kept. Otherwise the comparison
-            needs no memory beyond the reference.
-
-    Returns:
-        [`KeptPass`] or `None`: the pass, if it was to be kept.
+        kept: takes the gradients of the batch, if they are wanted beyond the comparison.
 
     Raises:
         GradientEngineError: they differ; names the worst parameter, its module, and the remedies.
         SamplesMixedError: f of a sample depends on the others.
     """
-    kept = None if sink is None or reference.sketch is not None else KeptPass()
     checking = _CheckingSink(reference, kept)
-    if kept is not None and isinstance(sink, OuterSink):
-        checking = _CheckingOuterSink(reference, kept, sink.takes_outer)
+    if kept is not None:
+        kept.begin()
+        if isinstance(kept.sink, OuterSink):
+            checking = _CheckingOuterSink(reference, kept, kept.sink.takes_outer)
     batch, side, model = samples.batch, samples.side, computer.model
     outputs = computer.stream(batch, checking, side)
     if isinstance(computer, HookedGradientComputer):
@@ -231,11 +277,11 @@ def check_against(
     if kept is not None:
         kept.outputs = outputs
     if not (reference.gradients.isfinite().all() and reference.output.isfinite().all()):
-        return kept  # nothing to compare; the consumer of the gradients names the sample that is not finite
+        return  # nothing to compare; the consumer of the gradients names the sample that is not finite
     residual = checking.residual
     worst = worst_parameter(reference.layout, residual, reference.gradients, reference.tolerance)
     if worst is None:
-        return kept
+        return
     independence.require()
     if not (worst.error <= _KINK and _is_in_batch(reference, residual, computer, batch, side)):
         owner = worst.name.rpartition(".")[0]
@@ -245,7 +291,6 @@ def check_against(
             f"({type(module).__name__}) than plain autograd on the sample alone: relative error {worst.error:.1e}, "
             f"allowed {worst.allowed:.0e}. {REMEDY}"
         )
-    return kept
 
 
 def _is_in_batch(

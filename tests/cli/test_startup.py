@@ -164,6 +164,22 @@ def made(model: nn.Module) -> AutoGradientComputer:
     return AutoGradientComputer(model, function_task(f, model), dtype=None, device=None)
 
 
+class Renewable:
+    """Whole gradients of a batch, which can be forgotten."""
+
+    def __init__(self, rows: int, total: int) -> None:
+        self.shape = rows, total
+        self.renewed = -1
+        self.renew()
+
+    def renew(self) -> None:
+        self.total = torch.zeros(self.shape)
+        self.renewed += 1
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        self.total[:, start : start + block.shape[1]] += block
+
+
 def whole(computer: AutoGradientComputer, batch: dict[str, Tensor]) -> Tensor:
     total = torch.zeros(len(batch["x"]), computer.layout.total)
 
@@ -216,6 +232,36 @@ def test_factors_are_kept_as_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.passes.count(4) == 2
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first", "late"])
+def test_gradients_of_a_check_go_on_to_a_sink_that_can_forget_them(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_trak.gradient_computers.auto.KEPT_BYTES", 0)
+    model, batch = Net(), batch_of(6, 5)
+    computer = made(model)
+    expected = whole(made(Net()), batch)
+    if again:
+        whole(computer, batch)
+        model.passes.clear()
+        computer.check_again()
+    sink = Renewable(6, computer.layout.total)
+    computer.stream(batch, sink)
+    assert torch.equal(sink.total, expected)
+    assert model.passes.count(6) == 1
+    assert sink.renewed == 0
+
+
+def test_an_error_of_the_sink_is_no_error_of_the_engine() -> None:
+    class Full(Renewable):
+        def __call__(self, start: int, block: Tensor) -> None:
+            raise ValueError("no place is left")
+
+    computer = made(Net())
+    with pytest.raises(ValueError, match="no place is left"):
+        computer.stream(batch_of(6, 5), Full(6, computer.layout.total))
+    assert computer.engine == "hooked"
+
+
 def test_a_refused_engine_leaves_nothing_in_the_sink() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -235,6 +281,10 @@ def test_a_refused_engine_leaves_nothing_in_the_sink() -> None:
         computer = made(model)
         found = whole(computer, batch)
         assert computer.engine != "hooked"
+        sink = Renewable(4, computer.layout.total)
+        made(model).stream(batch, sink)
+        assert sink.renewed == 1
+        assert torch.equal(sink.total, found)
     finally:
         unregister_layer_rule(Doubling)
     assert torch.allclose(found, whole(made(model), batch), rtol=1e-5, atol=1e-6)

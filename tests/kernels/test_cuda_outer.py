@@ -328,13 +328,13 @@ def test_pipelines_give_the_same_features(name, factors_taken):
     projector = SparseProjector(computer.grad_dim, 33, SEED)
     features, _ = GradientPipeline(computer, projector, computer.grad_dim, 33, "cpu")(batch, 5, MODEL_ID, "train")
     assert factors_taken
-    sink = projector.sink(5, MODEL_ID, "cpu")
-    computer.stream(batch, _SamplePerRow(sink, 5))
-    assert torch.equal(sink.result(), features)
+    sink = _SamplePerRow(lambda: projector.sink(5, MODEL_ID, "cpu"), 5)
+    computer.stream(batch, sink)
+    assert torch.equal(sink.sink.result(), features)
     expected = projector.project(computer.compute_per_sample_grad(batch), MODEL_ID)
     torch.testing.assert_close(features, expected)
     with pytest.raises(ValueError, match="5 samples from 4 rows"):
-        computer.stream(batch, _SamplePerRow(projector.sink(5, MODEL_ID, "cpu"), 4))
+        computer.stream(batch, _SamplePerRow(lambda: projector.sink(5, MODEL_ID, "cpu"), 4))
 
 
 def test_a_projector_that_overrides_accumulate_is_not_bypassed(monkeypatch):
