@@ -38,6 +38,7 @@ _TEMPLATES = Path(__file__).resolve().parent
 _ROOT = Path(hf_trak.__file__).resolve().parent
 _ENTRY = "hf_trak.projectors.functional"
 _OPERATORS = "hf_trak.kernels.ops"
+_CPU_SOURCES = ("sjlt",)  # `codes` is for scores alone
 _REPO_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 
 
@@ -95,8 +96,8 @@ def package_files() -> dict[str, str]:
     files["__init__.py"] = (_TEMPLATES / "init.py").read_text(encoding="utf-8")
     for name in dict.fromkeys(part for kernel in all_kernels() for part in parts(kernel.file)):
         files[f"cuda_ext/{name}"] = (source_directory() / name).read_text(encoding="utf-8")
-    for path in sorted((source_directory() / "cpu").glob("*.c")):
-        files[f"cuda_ext/cpu/{path.name}"] = cpu_source(path.stem)
+    for name in _CPU_SOURCES:
+        files[f"cuda_ext/cpu/{name}.c"] = cpu_source(name)
     return files
 
 

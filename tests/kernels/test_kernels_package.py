@@ -181,6 +181,7 @@ def test_all_programs_are_there() -> None:
     for kernel in package.all_kernels():
         text = "\n".join(files[f"cuda_ext/{part}"] for part in package.parts(kernel.file))
         assert text == source(kernel.file)
+    assert [name for name in files if name.endswith(".c")] == ["cuda_ext/cpu/sjlt.c"]
 
 
 def test_the_wheel_has_all_sources_and_no_script() -> None:
