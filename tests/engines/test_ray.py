@@ -14,7 +14,6 @@ from engine_runs import TableIndex, check_answers, check_command, check_killed, 
 from hf_trak.errors import StoreError
 
 ray: Any = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +37,24 @@ def engine() -> Iterator[Any]:
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_answers(engine, index, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_it(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_command("ray", index, tmp_path)
 
 
-def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
-    check_killed(engine, index, tmp_path, kills=2)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
+)
+def test_killed_and_slow_workers_change_nothing(kills: int, engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_killed(engine, index, tmp_path, kills)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     shutil.copytree(index.directory, tmp_path / "tables")
     path = damage(tmp_path / "tables")
@@ -57,6 +62,7 @@ def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path)
         index.asked(engine, tmp_path / "tables", output_dir=str(tmp_path / "asked"))
 
 
+@pytest.mark.slow
 def test_parts_that_ray_leaves_out_are_missed(
     engine: Any, index: TableIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

