@@ -4,27 +4,34 @@
 
 Both sides take turns; the table has medians of processor seconds with one thread.
 
-    python benchmarks/tables.py --in_place /tmp/tables --sizes 100000 1000000 10000000
+    python benchmarks/tables.py --in_place /tmp/tables --sizes 100000 1000000 10000000 --engines local ray spark
 
-writes tables of so many rows into a directory, scores them in place, and reads their bytes beside it. The directory is
-removed at the end.
+writes tables of so many rows into a directory, scores them in place, as `attribute` does and by engines with two
+workers each, and reads their bytes beside it. Processor seconds are those of all processes. The directory is removed
+at the end.
 """
 
 import argparse
-import resource
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hf_trak.engines.engine import LocalEngine, best_of_shards
+from hf_trak.engines.engine import PART_BYTES, Engine, LocalEngine, best_of_shards
+from hf_trak.engines.ray import RayEngine
+from hf_trak.engines.spark import SparkEngine
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.streaming import ScaledRows, score_blocks
 from hf_trak.scores.tables import TOP, merge_top, score_batch
 from hf_trak.scores.topk import TopK
@@ -78,13 +85,6 @@ def write_rows(path: Path, rows: int, dim: int) -> None:
     writer.close()
 
 
-def measured(call: Callable[[], Any]) -> tuple[float, float]:
-    """Return the processor seconds of a call, and the wall seconds."""
-    begun, wall = time.process_time(), time.perf_counter()
-    call()
-    return time.process_time() - begun, time.perf_counter() - wall
-
-
 def read_bytes(path: Path) -> None:
     """Read a file, a megabyte at a time."""
     with open(path, "rb", buffering=0) as file:
@@ -92,28 +92,131 @@ def read_bytes(path: Path) -> None:
             pass
 
 
-def in_place(directory: Path, sizes: list[int], dim: int, m: int) -> None:
+class Usage(threading.Thread):
+    """Measures this process with those that it has started, and theirs, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.stopped, self.peak = threading.Event(), 0
+        self.start()
+
+    def run(self) -> None:
+        """Keep the most memory, where what processes share counts once."""
+        ended = False
+        while not ended:
+            ended = self.stopped.wait(1)
+            self.peak = max(self.peak, sum(map(memory, alive())))
+
+    def stop(self) -> int:
+        self.stopped.set()
+        self.join()
+        return self.peak
+
+
+def alive() -> list[psutil.Process]:
+    """Return this process and those that it has started, and theirs."""
+    this = psutil.Process()
+    return [this, *this.children(recursive=True)]
+
+
+def memory(process: psutil.Process) -> int:
+    """Return the memory of a process, of what it shares its part; 0 if it has ended."""
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return 0
+
+
+def used() -> float:
+    """Return the processor seconds of all processes so far; of those that ended, too."""
+    return sum(sum(one.cpu_times()[:4]) for one in alive())
+
+
+def measured(call: Callable[[], Any]) -> tuple[float, float, int]:
+    """Return the processor seconds of a call in all processes, the wall seconds, and the peak memory."""
+    usage, begun, wall = Usage(), used(), time.perf_counter()
+    call()
+    seconds, wall = used() - begun, time.perf_counter() - wall
+    return seconds, wall, usage.stop()
+
+
+def ray_engine(directory: Path) -> Engine:
+    """Start Ray with two workers here."""
+    import ray
+
+    ray.init("local", num_cpus=2, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    return RayEngine(num_cpus=1)
+
+
+def spark_engine(directory: Path) -> Engine:
+    """Start Spark with two workers here; Java is that of `JAVA_HOME`."""
+    from pyspark.sql import SparkSession
+
+    settings = {"spark.master": "local[2]", "spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    settings |= {"spark.ui.enabled": "false", "spark.local.dir": str(directory), "spark.driver.memory": "1g"}
+    settings |= {"spark.ui.showConsoleProgress": "false"}
+    return SparkEngine(SparkSession.builder.config(map=settings).getOrCreate())
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {
+    "local": lambda directory: LocalEngine(),
+    "ray": ray_engine,
+    "spark": spark_engine,
+}
+
+
+def in_place(directory: Path, sizes: list[int], dim: int, m: int, engines: list[str]) -> None:
     """Print what it takes to find the best rows of tables in place, beside reading their bytes."""
     targets = ScaledRows.of(torch.randn(m, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-    print(f"{m} targets, rows of {dim // 2} bytes, shards of {SHARD:,} rows; processor seconds (wall seconds)\n")
-    print(
-        "| rows | GB | reading | scoring | ÷ reading | µs per row | peak memory, MB |\n|---|---|---|---|---|---|---|"
-    )
     directory.mkdir(parents=True)
+    started = dict[str, Engine]()
     try:
+        write_rows(directory / "first.parquet", 4 * PART_BYTES // (dim // 2), dim)  # some parts for each worker
+        first = TableStore.over(Tables.find([directory / "first.parquet"]), directory / "first").train(0)
+        for name in engines:
+
+            def start(name: str = name) -> None:
+                started[name] = ENGINES[name](directory)
+                best_of_shards(started[name], [first], [targets], TOP_K)
+
+            print(f"{name}: {measured(start)[0]:.1f} processor seconds from its start to a first answer")
+        print(f"\n{m} targets, rows of {dim // 2} bytes, shards of {SHARD:,} rows; processor seconds (wall seconds)\n")
+        print("| rows | by | seconds | ÷ attribute | ÷ reading | µs per row | peak memory, MB |")
+        print("|---" * 7 + "|")
         for rows in sizes:
             path = directory / f"{rows}.parquet"
             write_rows(path, rows, dim)
+            store = TableStore.over(Tables.find([path]), directory / str(rows))
+            answers: list[Any] = []
+
+            def attribute(store: TableStore = store, answers: list[Any] = answers) -> None:
+                scorer = Scorer(store, Processes(), torch.device("cpu"), lambda_relative=0.1)
+                ends = TopK(TOP_K), TopK(TOP_K, largest=False)
+                for start, _, block in scorer.blocks([0], [targets]):
+                    for end in ends:
+                        end.update(start, block)
+                answers.append([end.keys() for end in ends])
+
+            def asked(name: str, store: TableStore = store, answers: list[Any] = answers) -> None:
+                ends = best_of_shards(started[name], [store.train(0)], [targets], TOP_K)
+                answers.append([end.keys() for end in ends])
+
             read_bytes(path)
-            read = measured(lambda path=path: read_bytes(path))
-            shards = TableStore.over(Tables.find([path]), directory / str(rows)).train(0)
-            scored = measured(lambda shards=shards: best_of_shards(LocalEngine(), [shards], [targets], TOP_K))
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-            print(
-                f"| {rows:,} | {path.stat().st_size / 1e9:.2f} | {read[0]:.2f} ({read[1]:.2f}) | {scored[0]:.2f} "
-                f"({scored[1]:.2f}) | {scored[0] / read[0]:.1f} | {1e6 * scored[0] / rows:.2f} | {peak:.0f} |",
-                flush=True,
-            )
+            found = {
+                "reading the bytes": measured(lambda path=path: read_bytes(path)),
+                "attribute": measured(attribute),
+            }
+            found |= {name: measured(partial(asked, name)) for name in engines}
+            for answer in answers[1:]:
+                if not all(map(torch.equal, answer, answers[0])):
+                    raise SystemExit("The answers of two engines differ.")
+            for name, (seconds, wall, peak) in found.items():
+                print(
+                    f"| {rows:,} | {name} | {seconds:.2f} ({wall:.2f}) | {seconds / found['attribute'][0]:.2f} | "
+                    f"{seconds / found['reading the bytes'][0]:.0f} | {1e6 * seconds / rows:.2f} | {peak / 1e6:.0f} |",
+                    flush=True,
+                )
             path.unlink()
     finally:
         shutil.rmtree(directory)
@@ -128,13 +231,14 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--in_place", type=Path, help="a directory, which does not exist, for tables")
+    parser.add_argument("--engines", choices=ENGINES, nargs="+", default=["local"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000])
     given = parser.parse_args()
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     if given.in_place is not None:
-        in_place(given.in_place, given.sizes, given.proj_dim, given.targets[0])
+        in_place(given.in_place, given.sizes, given.proj_dim, given.targets[0], given.engines)
         return
     generator = torch.Generator().manual_seed(0)
     features: Any = torch.randn(given.rows, given.proj_dim, generator=generator)

@@ -35,6 +35,9 @@ _RESULT = "result"
 MOST_PARTS = 1024
 """Parts of an index: enough for as many processes, and few enough to add up their Gram matrices in one."""
 
+PART_BYTES = 64 << 20
+"""Least bytes of features of a part, unless there are fewer: engines take tens of milliseconds for each."""
+
 
 class Engine(Protocol):
     """Maps a function over the rows of a table, somewhere."""
@@ -88,7 +91,7 @@ def best_of_shards(
     moved = [ScaledRows(one.values.cpu(), one.exponents) for one in targets]
     function = partial(_extremes, list(shards), moved, k)
     ends = TopK(k), TopK(k, largest=False)
-    for keys in _results(engine, function, len(shards[0]), torch.int64):
+    for keys in _results(engine, function, shards, torch.int64):
         for end, found in zip(ends, keys.view(2, len(moved[0].values), -1), strict=True):
             end.merge(found)
     return ends
@@ -107,10 +110,10 @@ def gram_of_shards(engine: Engine, shards: ShardSet) -> Tensor:
     Raises:
         StoreError: as [`best_of_shards`].
     """
-    count, k = len(shards), shards.width
-    largest = reduce(torch.maximum, _results(engine, partial(_squares, shards), count, torch.float64))
-    total = GramSum(largest, count)
-    for integers in _results(engine, partial(_integers, shards, largest), count, torch.float64):
+    k = shards.width
+    largest = reduce(torch.maximum, _results(engine, partial(_squares, shards), [shards], torch.float64))
+    total = GramSum(largest, len(shards))
+    for integers in _results(engine, partial(_integers, shards, largest), [shards], torch.float64):
         total.integers += integers.view(k, k)
     return total.result()
 
@@ -119,7 +122,7 @@ def over_shards(engine: Engine, shards: ShardSet) -> Over:
     """Return the function that calls another with the shards that fall to each process of an engine."""
 
     def over(function: Callable[[Sequence[int]], Tensor], reduction: Reduction) -> Tensor:
-        return reduce(reduction, _results(engine, function, len(shards), torch.float64))
+        return reduce(reduction, _results(engine, function, [shards], torch.float64))
 
     return over
 
@@ -135,15 +138,20 @@ def failed(engine: str, error: Exception) -> StoreError:
 
 
 def _results(
-    engine: Engine, function: Callable[[Sequence[int]], Tensor], shards: int, dtype: torch.dtype
+    engine: Engine, function: Callable[[Sequence[int]], Tensor], shards: Sequence[ShardSet], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield what a function returns for parts of the shards, in any order, flat."""
-    size = -(-shards // MOST_PARTS)
-    first = np.arange(0, shards, size)
-    parts = pa.table({PART: np.arange(len(first)), "first": first, "stop": np.minimum(first + size, shards)})
+    """Yield what a function returns for parts of the shards of all checkpoints, in any order, flat."""
+    count, size_of_row = len(shards[0]), sum(map(_row_bytes, shards))
+    size = max(-(-count // MOST_PARTS), PART_BYTES // (shards[0].plan.shard_size * size_of_row), 1)
+    first = np.arange(0, count, size)
+    parts = pa.table({PART: np.arange(len(first)), "first": first, "stop": np.minimum(first + size, count)})
     for table in _counted(engine, partial(_applied, function), parts):
         for value in table.column(_RESULT):
             yield torch.frombuffer(bytearray(value.as_buffer()), dtype=dtype)
+
+
+def _row_bytes(shards: ShardSet) -> int:
+    return shards.width * shards.dtype.itemsize if shards.code_format is None else shards.code_format.row_bytes
 
 
 def _counted(engine: Engine, function: Callable[[pa.Table], pa.Table], parts: pa.Table) -> Iterator[pa.Table]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import TableIndex, check_answers, check_command, check_killed, damage, table_index
+from engine_runs import TableIndex, check_answers, check_command, check_killed, damage, small_parts, table_index
 
 from hf_trak.errors import StoreError
+
+__all__ = ["small_parts"]  # a fixture
 
 ray: Any = pytest.importorskip("ray")
 

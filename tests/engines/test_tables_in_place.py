@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -15,7 +15,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from doc_examples import sentences, tiny_bert
-from engine_runs import FILES, TOP_K, N, Shuffling, TableIndex, as_lance, check_answers, damage, exam, table_index
+from engine_runs import (
+    FILES,
+    TOP_K,
+    N,
+    Shuffling,
+    TableIndex,
+    as_lance,
+    check_answers,
+    damage,
+    exam,
+    small_parts,
+    table_index,
+)
 from hub_server import Fault, Hub, client, hub
 
 from hf_trak import Exact, Index, TrakAttributor, TrakConfig
@@ -28,7 +40,7 @@ from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import FACTS, fragments_of
 from hf_trak.store.tables import write_table
 
-__all__ = ["client", "hub"]  # fixtures
+__all__ = ["client", "hub", "small_parts"]  # fixtures
 
 
 Function = Callable[[pa.Table], pa.Table]
@@ -135,6 +147,26 @@ class Losing:
 def test_each_part_is_counted(times: int, place: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"Losing has left out or repeated 1 of 9 parts, first part 3"):
         made("int4", place).asked(Losing(times), output_dir=str(tmp_path))
+
+
+class Counting(LocalEngine):
+    """Counts the parts."""
+
+    counts: ClassVar[list[int]] = []
+
+    def map(self, function: Function, parts: pa.Table) -> Iterator[pa.Table]:
+        self.counts.append(parts.num_rows)
+        return super().map(function, parts)
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(2, 5), (4, 3), (9, 1), (10_000, 1)])
+def test_parts_are_large(
+    shards: int, parts: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PART_BYTES", shards * 7 * 32)  # a row of 64 features has 32 bytes
+    monkeypatch.setattr(Counting, "counts", [])
+    made("int4", place).asked(Counting(), output_dir=str(tmp_path))
+    assert Counting.counts and set(Counting.counts) == {parts}
 
 
 def shuffled(place: Path) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from doc_examples import sentences, tiny_bert
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
+from hf_trak.engines import engine as engine_module
 from hf_trak.engines.engine import Engine
 from hf_trak.report.run import AttributionRun
 from hf_trak.store.lance_table import write_lance
@@ -57,6 +59,12 @@ class TableIndex:
             assert scored[f"{name}_indices"][:] == self.best[largest][0]
             assert scored[f"{name}_scores"][:] == self.best[largest][1]
         return attributor
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines asked for a shard at a time, however small it is."""
+    monkeypatch.setattr(engine_module, "PART_BYTES", 1)
 
 
 ENDS = ((True, "trak"), (False, "trak_harmful"))
