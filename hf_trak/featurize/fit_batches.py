@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hf_trak.curvature.fit import Stage
 from hf_trak.data.rows import RowBatches
 from hf_trak.featurize.estimation import FitCost, largest_share
@@ -72,6 +74,16 @@ def _featurizer(model: FeaturizedModel, task: AbstractModelOutput) -> Featurizer
     made = model.featurizer(task)
     made.args = replace(made.args, engine="auto")
     return made
+
+
+class _Forgetting:
+    """Takes the gradients of a batch that is checked and nothing else, so that it is passed through the model once."""
+
+    def __call__(self, start: int, block: Tensor) -> None:
+        """Do nothing with a block."""
+
+    def renew(self) -> None:
+        """Do nothing, since nothing was kept."""
 
 
 class FitBatches:
@@ -139,7 +151,7 @@ class FitBatches:
             rows, batch = self._last
             checked = self._checked.computer()
             self._checked.let_collate_alone(checked, self._batches, rows, batch)
-            checked.stream(batch, lambda start, block: None)
+            checked.stream(batch, _Forgetting())
             self._engine = checked.engine
         computer = self._featurizers[stage].computer()
         computer.use(self._engine)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from torch import nn
+from digit_models import DigitNet, digits, make
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_trak import TrakAttributor, TrakConfig, estimate
@@ -63,3 +64,23 @@ def test_a_fit_that_needs_more_than_there_is_says_so_first(tmp_path: Path, monke
     for message in messages:
         assert "'lm_head.weight' (50 × 16)" in message and "of which 1.0 KiB are free" in message
         assert 'curvature="diagonal"' in message and (" of disk" in message) == (short == "disk")
+
+
+def test_checks_pass_no_batch_through_the_model_again(tmp_path: Path, monkeypatch):
+    """A fit checks one batch and looks at another before its two passes; scores check batches as they go."""
+    passes: list[int] = []
+
+    class Counting(DigitNet):
+        def forward(self, pixel_values: Tensor, labels: Tensor | None = None):
+            passes.append(len(pixel_values))
+            return super().forward(pixel_values, labels)
+
+    monkeypatch.setattr("hf_trak.gradient_computers.auto.KEPT_BYTES", 0)  # as for gradients of a large model
+    torch.manual_seed(0)
+    net = Counting().eval()
+    one = make(net, tmp_path, digits(0, 20), shard_size=20, curvature="ekfac")
+    one.fit_curvature()
+    assert passes.count(5) == 2 + 2 * 4
+    passes.clear()
+    one.attribute(digits(20, 23), method="exact", top_k=5)
+    assert (passes.count(5), passes.count(3)) == (4, 1)
