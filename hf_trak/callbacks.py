@@ -28,6 +28,7 @@ from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.training import TrainingReport
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import checked_int, is_int
+from hf_trak.runtime.progress import say
 from hf_trak.store.atomic import safe_name
 from hf_trak.trajectory.recorder import RunRecorder
 from hf_trak.weights.checkpoints import INDEX_FILES, WEIGHT_FILES, read_weight_index
@@ -308,7 +309,8 @@ class TrakCallback(TrainerCallback):
                 run = Replay(of="run", name=self.directory.name)
                 method: Method = run if has_record(attributor.features, run.name) else "auto"
                 self.report = training_report(attributor.features, self.trainer.eval_dataset, path, method=method)
-                logger.info("%s\nThe page is %s.", self.report, path)
+                if state.is_world_process_zero:
+                    say(logger, f"{self.report}\nThe page is {path}.")
                 self.trainer.log(self.report.logs())
 
     # -- files -------------------------------------------------------------------------------------------------------

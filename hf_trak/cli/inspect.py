@@ -10,6 +10,7 @@ from typing import Any
 from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args, size, table
 from hf_trak.curvature.files import curvature_records, described_curvature, verify_curvature
 from hf_trak.errors import StoreError
+from hf_trak.hub.manifest import MANIFEST_FILE
 from hf_trak.store.atomic import Leftover, leftovers
 from hf_trak.store.sealed import Finding
 from hf_trak.store.solver_files import SolverFiles
@@ -201,7 +202,11 @@ def _checkpoint(store: FeatureStore, model_id: int) -> dict[str, Any]:
     except StoreError as error:
         entry["damaged"].append(str(error))
     finished = [path for path in SolverFiles(store, model_id).paths() if ".passes." not in path.name]
-    return {**entry, "complete": entry.get("gram", False) or bool(finished)}
+    # Of a published index that was chosen to be small, the solver is computed where it is loaded.
+    published = (store.output_dir / MANIFEST_FILE).exists() and not (
+        entry.get("missing_shards", True) or entry["damaged"]
+    )
+    return {**entry, "complete": entry.get("gram", False) or bool(finished) or published}
 
 
 def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
@@ -212,7 +217,8 @@ def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
         state = "complete" if entry["complete"] else f"{missing} of {entry.get('shards', '?')} shards missing"
         if not entry["complete"] and not missing:
             state = "damaged" if entry["damaged"] else "no Gram matrix yet"
-        lines.append(f"checkpoint {entry['model_id']}: {state}; from {entry.get('source')}")
+        source = "" if entry.get("source") is None else f"; from {entry['source']}"
+        lines.append(f"checkpoint {entry['model_id']}: {state}{source}")
     lines += [
         f"curvature of checkpoint {entry['model_id']}: {entry['kind']}, fitted to {entry['rows']:,} rows"
         for entry in content["curvatures"]

@@ -32,12 +32,6 @@ _PROCESS = (
     "`dataset.set_transform(lambda rows: {**image_processor(rows['image'], return_tensors='pt'), 'labels': "
     "rows['label']})` makes it from images"
 )
-LABEL_REMEDY = (
-    "Expected the class numbers that the model was trained with, since data collators drop text. Map names to them: "
-    "`dataset.map(lambda row: {'labels': model.config.label2id[row['labels']]})`, or `class_encode_column` if the "
-    "training used it."
-)
-"""The end of error messages about labels that are texts."""
 _REMEDIES = {"input_ids": _TOKENIZE, "pixel_values": _PROCESS}
 
 
@@ -124,7 +118,12 @@ def check_rows(rows: Sequence[Any], collator: Callable[[list[Any]], Any], column
     # The default collator ignores texts in `labels`, which not every task needs, but fails on texts in `label`.
     for name in _LABELS if padding else ("label",):
         if isinstance(rows[0].get(name), str):
-            raise ValueError(f"`{name}` of the first row is {rows[0][name]!r}, a text. {LABEL_REMEDY}")
+            raise ValueError(
+                f"`{name}` of the first row is {rows[0][name]!r}, a text. Expected the class numbers that the "
+                "model was trained with, since data collators drop text. Map names to them: `dataset.map(lambda row: "
+                f"{{'labels': model.config.label2id[row[{name!r}]]}})`, or `class_encode_column` if the training used "
+                "it."
+            )
     for name in _LABELS:
         absent = [place for place, row in enumerate(rows) if name in row and row[name] is None]
         if 0 < len(absent) < len(rows):

@@ -498,7 +498,8 @@ class FeaturizedModel:
                 raise CheckpointMismatchError(
                     f"The weights given for model_id {model_id} ({describe(source, self.model)}) have the fingerprint "
                     f"{fingerprint}; its features were made with {expected}. Expected the same weights: pass that "
-                    "checkpoint in `checkpoints=`, or featurize these weights under another model_id."
+                    "checkpoint in `checkpoints=`, or featurize these weights under another model_id, "
+                    "such as `featurize(checkpoints={1: weights})`."
                 )
             yield
 

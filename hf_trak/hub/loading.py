@@ -145,6 +145,7 @@ def load_attributor(
         ConfigMismatchError: model, task or training dataset are not those of the index.
         CheckpointMismatchError: the model has none of the weights that the index was made with.
         ValueError: the index names no model, or an option cannot be chosen.
+        TypeError: `repo_or_path` is no text.
     """
     if unknown := sorted(set(options) - set(RUN_OPTIONS)):
         raise ValueError(
@@ -194,6 +195,12 @@ def _open_store(
     repo_or_path: str, revision: str | None, token: str | bool | None, local_files_only: bool, output_dir: str | None
 ) -> FeatureStore:
     """Open the output directory of a run, tables, the copy of an index, or a repo."""
+    if not isinstance(repo_or_path, str | Path) or not str(repo_or_path):
+        raise TypeError(
+            f"`repo_or_path` is {repo_or_path!r}. Expected the directory of an index, or the name of a repo, "
+            "'user/name'. Name one."
+        )
+    repo_or_path = str(repo_or_path)
     path = Path(repo_or_path)
     if _are_tables(repo_or_path):
         return _open_tables(repo_or_path, output_dir)
@@ -203,6 +210,12 @@ def _open_store(
                 raise ValueError(
                     f"`output_dir` is {output_dir!r}, but {repo_or_path!r} is the output directory of a run and keeps "
                     "its results. Leave `output_dir` out."
+                )
+            if not (path / FeatureStore.CONFIG_FILE).exists():
+                raise IncompleteStoreError(
+                    f"{repo_or_path!r} holds no index: neither {MANIFEST_FILE} nor {FeatureStore.CONFIG_FILE} is "
+                    "there. Expected a directory that `save_pretrained` or `pull_index` wrote, or the `output_dir` of "
+                    "`featurize`. Name that; the directory of a model is passed as `model=`."
                 )
             return FeatureStore.load(path)
         files = LocalFiles(path)

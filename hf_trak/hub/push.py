@@ -435,12 +435,14 @@ def save_index(attributor: "FeaturizedModel", directory: str | os.PathLike[str],
     Raises:
         ValueError: the directory exists and is not empty, the index is published already, or an argument is not a
             valid name of a repo or revision.
-        TypeError: `facts` has another name.
+        TypeError: `directory` is no path, or `facts` has another name.
         HfTrakError: the attributor came from `exclude` or `extend`, whose features lie in several stores.
         IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
         StoreError: a file is damaged, or the directory cannot be written.
         PeerProcessError: the main process failed.
     """
+    if not isinstance(directory, str | Path) or not str(directory):
+        raise TypeError(f"`directory` is {directory!r}. Expected the path of a new or empty directory. Name one.")
     path = Path(directory)
     index = _described(attributor, facts.pop("curvature", True), facts)
 

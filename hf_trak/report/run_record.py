@@ -135,9 +135,15 @@ def find_run(directory: str | Path) -> Path:
         raise ValueError(f"{directory} holds several runs. Expected one of {[str(path) for path in found]}.")
     if found or _is_being_saved(directory):
         return found[0] if found else directory
+    beside = sorted(path.parent.name for path in directory.parent.glob(f"*/{RUN}"))
     raise IncompleteStoreError(
         f"{directory} holds no run. Expected a directory with `{RUN}/{RECORD}`, or the `output_dir` of "
-        "`hf-trak attribute`. Run `hf-trak attribute`, or save one with `AttributionRun.save`."
+        "`hf-trak attribute`. "
+        + (
+            f"Name one of {beside}, which are beside it."
+            if beside
+            else "Run `hf-trak attribute`, or save one with `AttributionRun.save`."
+        )
     )
 
 

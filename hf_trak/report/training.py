@@ -240,7 +240,7 @@ def effects_of_training(
     seconds, settings = time.monotonic() - begun, dict[str, float]()
     if isinstance(chosen, Replay) and chosen.of == "run":
         changes = RunReplay(features, chosen).sensitivities(question)
-        settings = {name: -change / scale for name, (change, _) in changes.items()}
+        settings = {name: 0.0 - change / scale for name, (change, _) in changes.items()}
     effects = -scores / scale / (len(rows) if isinstance(chosen, Exact) else 1)
     column = class_column(rows)
     labels = None if column is None else RowGroups.of(rows, column)

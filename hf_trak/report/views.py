@@ -316,7 +316,7 @@ def shortened(label: str) -> str:
 
 def signed(score: float) -> str:
     """Format a score with its sign and three digits: +0.125, −3.2e−5."""
-    return number(score) if score < 0 else f"+{number(score)}"
+    return number(score) if score < 0 else f"+{number(abs(score))}"
 
 
 def number(value: float) -> str:

@@ -210,6 +210,8 @@ def explained(path: Path) -> Iterator[None]:
     except HfTrakError:
         raise  # an error of the block itself, which may be an OSError, too
     except (OSError, SafetensorError) as error:
+        if isinstance(error, IsADirectoryError) and path.is_dir():
+            raise StoreError(f"{path} is a directory. Expected the path of a file. Name one in it.") from error
         raise StoreError(
             f"{path} cannot be written: {error}. Expected a directory that this process may write to, on a disk with "
             f"enough free space{_free_space(path.parent)}. Free some space, get access or use another output "

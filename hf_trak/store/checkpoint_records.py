@@ -71,8 +71,8 @@ class CheckpointRecords:
                 raise CheckpointMismatchError(
                     f"Model id {model_id} is tied to the weights {saved.get('fingerprint')} (from "
                     f"{saved.get('source')}) in {path}, but was given the weights {fingerprint} (from {source}). "
-                    "Expected the same weights. Give each checkpoint a model id of its own, or use another output "
-                    "directory."
+                    "Expected the same weights. Give each checkpoint a model id of its own, such as "
+                    "`checkpoints={1: weights}`, or use another output directory."
                 )
         del content["source"]
         if not create_sealed(self._member_path(model_id), content):

@@ -390,6 +390,17 @@ CALLS: dict[str, Mistake] = {
     "a fact of an index": (lambda w: w.own.push_to_hub("me/x", ld=0.3), "no argument `ld`", "did you mean `lds`?"),
     "no repo": (lambda w: w.own.push_to_hub(None), "`repo_id` is None", "save_pretrained"),
     "a file as index": (lambda w: TrakAttributor.from_pretrained(str(w.home / "file")), "is a file", "the directory"),
+    "None as index": (lambda w: TrakAttributor.from_pretrained(None), "`repo_or_path` is None", "'user/name'. Name"),
+    "a directory without an index": (
+        lambda w: TrakAttributor.from_pretrained(str(w.home)),
+        "holds no index: neither trak_index.json nor trak_config.json",
+        "`save_pretrained`",
+    ),
+    "None to save an index in": (
+        lambda w: w.own.save_pretrained(None),
+        "`directory` is None",
+        "empty directory. Name",
+    ),
     "no index": (lambda w: TrakAttributor.from_pretrained(), "without `repo_or_path`", "Pass it"),
     "sav_dir= of TRAKer": (
         lambda w: TRAKer(w.model, "text_classification", 3, sav_dir="x"),

@@ -9,6 +9,7 @@ from test_hub_attributor import OPTIONS, full, sentences, tiny_bert
 from test_hub_attributor import one_thread as one_thread
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.cli.main import main
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 
 __all__ = ["client", "hub"]  # fixtures
@@ -72,3 +73,14 @@ def test_nothing_is_left_of_an_index_that_cannot_be_saved(tmp_path: Path, monkey
     with pytest.raises(HfTrakError, match="train-00001"):
         made.save_pretrained(tmp_path / "index")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "trak"]
+
+
+def test_a_saved_index_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`inspect` takes a small index, whose solver is made where it is loaded, for complete if no shard is missing."""
+    attributor_in(tmp_path / "trak").featurize().save_pretrained(tmp_path / "index")
+    assert main(["inspect", str(tmp_path / "index")]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint 0: complete\n" in shown and "hf-trak featurize" not in shown
+    (tmp_path / "index/checkpoint-0/train-00001-of-00003.safetensors").unlink()
+    main(["inspect", str(tmp_path / "index")])
+    assert "checkpoint 0: 1 of 3 shards missing\n" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_what_html_cannot_hold_is_written_out():
 
 
 def test_numbers_are_short_and_have_real_minus_signs():
-    assert [signed(v) for v in (0.12549, -3.2e-05, 0.0, 1234567.0, -12.0)] == [
+    assert [signed(v) for v in (0.12549, -3.2e-05, -0.0, 1234567.0, -12.0)] == [
         "+0.125", "−3.2e−5", "+0", "+1.23e6", "−12",
     ]  # fmt: skip
 
@@ -246,6 +247,12 @@ def test_a_training_row_that_the_run_lacks(tmp_path):
 
 
 def test_runs_that_cannot_be_read(tmp_path, hostile_run):
+    hostile_run.save(tmp_path / "scores" / "mine")
+    with pytest.raises(IncompleteStoreError, match=r"holds no run.*Name one of \['mine'\], which are beside it"):
+        AttributionRun.load(tmp_path / "scores" / "targets")
+    with pytest.raises(StoreError, match=r"mine is a directory. Expected the path of a file"):
+        write_report(hostile_run, tmp_path / "scores" / "mine")
+    shutil.rmtree(tmp_path / "scores")
     with pytest.raises(IncompleteStoreError, match="holds no run"):
         AttributionRun.load(tmp_path)
     store = tmp_path / "trak"

@@ -216,7 +216,8 @@ def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.
     run.train()
     assert all(torch.equal(*pair) for pair in zip(run.model.parameters(), plain.model.parameters(), strict=True))
     assert callback.report is not None and callback.report.method == "replay of the recorded run"
-    assert "Raised the loss most" in (tmp_path / "trak" / "training_report.html").read_text()
+    page = tmp_path / "trak" / "training_report.html"
+    assert "Raised the loss most" in page.read_text() and f"The page is {page}." in capsys.readouterr().err
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     # of the last weights all the same
     again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
