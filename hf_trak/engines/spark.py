@@ -16,6 +16,9 @@ from hf_trak.engines.engine import failed
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_TOGETHER = 16
+"""Results that are fetched at a time. Each time takes Spark some hundredths of a second."""
+
 
 class SparkEngine:
     """Applies the function in Spark's `mapInArrow`."""
@@ -48,7 +51,7 @@ class SparkEngine:
         found = rows.mapInArrow(applied, "table binary").persist()
         try:
             found.count()  # all tasks at once: the iterator alone starts one after the other
-            for row in found.toLocalIterator():
+            for row in found.coalesce(-(-parts.num_rows // _TOGETHER)).toLocalIterator():
                 yield pa.ipc.open_stream(row.table).read_all()
         except PySparkException as error:
             raise failed("Spark", error) from error

@@ -7,10 +7,12 @@ and scores have the bits of the store that the tables were written from.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -25,6 +27,12 @@ from hf_trak.store.tables import features_as, rows_of
 
 _READING = Lock()
 """Held while a row group of several shards is read, so that threads which need it read it once."""
+
+
+@lru_cache(maxsize=4)
+def _footers_of(token: str) -> Footers:
+    """Return the footers that all copies of some shards in this process share: engines send one for each part."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,15 @@ class TableShards(ShardSet):
     facts: TableFacts = field(kw_only=True)
     fragments: list[Fragment] = field(default_factory=list)
     _held: tuple[Fragment, pa.Table] | None = field(default=None, init=False, repr=False)
-    _footers: Footers = field(default_factory=dict, init=False, repr=False)
+    _token: str = field(default_factory=lambda: uuid4().hex, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies in other processes have: not what was read."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_footers")}
+
+    @cached_property
+    def _footers(self) -> Footers:
+        return _footers_of(self._token)
 
     def exists(self, index: int) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
 from hf_trak.store.sealed import sealed_bytes, unsealed
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import FACTS, fragments_of
+from hf_trak.store.table_store import Tables, TableStore
 from hf_trak.store.tables import write_table
 
 __all__ = ["client", "hub", "small_parts"]  # fixtures
@@ -147,6 +149,26 @@ class Losing:
 def test_each_part_is_counted(times: int, place: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"Losing has left out or repeated 1 of 9 parts, first part 3"):
         made("int4", place).asked(Losing(times), output_dir=str(tmp_path))
+
+
+def test_footers_are_read_once_in_a_process(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all copies of the shards that an engine sends there; those of another question read them again."""
+    store = TableStore.over(Tables.find([made("int4", place).directory]), tmp_path)
+    make, read = pq.ParquetFile, list[str]()
+
+    def opened(path: str, *args: Any, metadata: Any = None, **options: Any) -> Any:
+        if metadata is None:
+            read.append(path)
+        return make(path, *args, metadata=metadata, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", opened)
+    for question in (1, 2):
+        sent = pickle.dumps(store.train(0))
+        for _ in range(3):
+            copy = pickle.loads(sent)
+            parts = list(copy)
+            assert len(parts) == 9 and len(read) == question * FILES
+        assert copy.__dict__.keys() - pickle.loads(pickle.dumps(copy)).__dict__.keys() >= {"_footers"}
 
 
 class Counting(LocalEngine):

@@ -13,6 +13,9 @@ from hf_trak import TrakConfig
 from hf_trak.errors import ConfigMismatchError, HubAccessError, IncompleteStoreError, StoreError
 from hf_trak.hub import open_repo, pull_index, push_index
 from hf_trak.hub.manifest import TrainSource
+from hf_trak.runtime.processes import Processes
+from hf_trak.scores import gram_sample
+from hf_trak.scores.scorer import Scorer
 from hf_trak.store.references import write_references
 from hf_trak.store.store import FeatureStore
 
@@ -90,6 +93,32 @@ def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path) -> None:
     before = len(hub.log)
     assert torch.equal(features(open_repo("tester/index", revision=commit.oid), 1), features(local, 1))
     assert len(hub.log) == before  # a commit that is in the cache needs no request
+
+
+def test_a_sampled_gram_comes_back(
+    hub: Hub, client: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its error, which readers are told, too."""
+    monkeypatch.setattr(gram_sample, "SAMPLED_FROM", N)
+    monkeypatch.setattr(gram_sample, "ROWS_PER_FEATURE", 1)
+    local, processes = make_store(tmp_path / "store"), Processes(use_cpu=True)
+    for model_id in local.model_ids:
+        (local.checkpoint_dir(model_id) / "gram.safetensors").unlink()
+    scorer = Scorer(local, processes, processes.device, 0.25)
+    sampled, _ = scorer.gram(0), scorer.gram(1)
+    push_index(local, "tester/index", token=TOKEN, private=False)
+    assert sampled is not None and sampled.sample is not None and sampled.spread is not None
+    lazy, pulled = open_repo("tester/index"), pull_index("tester/index", tmp_path / "pulled")
+    for store in (lazy, pulled):
+        found = store.read_gram(0)
+        assert found is not None and (found.n, found.sample, found.trace) == (N, sampled.sample, sampled.trace)
+        assert torch.equal(found.matrix, sampled.matrix) and torch.equal(found.spread, sampled.spread)
+        reader = Scorer(store, processes, processes.device, 0.25)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_trak"):
+            assert reader.system(0, found).error == scorer.system(0, sampled).error
+        assert caplog.text.count(f"is estimated from {sampled.sample} of {N} rows") == 2
+        assert reader.identity([0, 1], [local.train(0)] * 2) == scorer.identity([0, 1], [local.train(0)] * 2)
 
 
 def test_second_push_sends_nothing_and_makes_no_commit(hub: Hub, client: Path, tmp_path: Path) -> None:

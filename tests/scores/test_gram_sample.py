@@ -22,6 +22,7 @@ from hf_trak.scores.ridge import RidgeSystem, _largest_ratio, ridge_lambda
 from hf_trak.scores.scorer import Scorer
 from hf_trak.scores.solvers import choose_solver, solver_cost
 from hf_trak.store.checkpoint_records import code_settings
+from hf_trak.store.revised import RevisedStore
 from hf_trak.store.shards import write_tensors
 from hf_trak.store.store import GRAM_FILE, FeatureStore
 
@@ -152,11 +153,46 @@ def test_scores_are_within_the_stated_error(tmp_path, caplog):
     assert described == scorer.identity([0], [store.train(0)])  # before and after it was summed
     assert described["checkpoints"][0]["gram"] == gram_sample.SAMPLE
     assert "sample" in str(scorer.report(0)) and scorer.report(0).error == system.error
+    check_error(system, rows)
+
+
+def check_error(system: RidgeSystem, rows: Tensor) -> None:
+    """Compare scores for the first rows with those of all rows' XᵀX, and what they differ by with the stated error."""
     wide = rows.double()
     exact = RidgeSystem(wide.T @ wide, system.lam)
     change = (wide @ system.solve(rows[:50]).T - wide @ exact.solve(rows[:50]).T).abs()
     allowed = torch.outer(system.quadratic(rows), system.quadratic(rows[:50])).sqrt()
+    assert system.error is not None
     assert 0 < float((change / allowed).max()) < system.error < 1
+
+
+def test_a_revision_has_a_sample_of_its_own(tmp_path):
+    """Also without the row that is longer than all others; the stated error is that of the rows it has."""
+    rows, gone = features(), sorted({*range(0, 600, 3), 1234})
+    base, added = make_store(tmp_path / "base", rows[:2000]), make_store(tmp_path / "added", rows[2000:])
+    kept = torch.cat([torch.stack([rows[row] for row in range(2000) if row not in set(gone)]), rows[2000:]])
+    processes = Processes(use_cpu=True)
+    first = Scorer(base, processes, processes.device, 0.001).gram(0)
+    revised = RevisedStore(tmp_path / "revision", {**base.config, "train_size": len(kept)}, base, gone, added)
+    scorer = Scorer(revised, processes, processes.device, 0.001)
+    gram = scorer.gram(0)
+    assert gram.n == len(kept) and None not in (first.sample, gram.sample) and gram.trace < 0.5 * first.trace
+    check_error(scorer.system(0, gram), kept)
+    alone = make_store(tmp_path / "alone", kept)  # the same rows at the same places, in other shards
+    assert torch.allclose(gram.matrix, estimated(alone).matrix, rtol=1e-11, atol=1e-11 * gram.trace)
+
+
+def test_a_whole_matrix_stays_whole_when_rows_are_added(tmp_path):
+    rows = features()
+    base, added = make_store(tmp_path / "base", rows[:900]), make_store(tmp_path / "added", rows[900:])
+    processes = Processes(use_cpu=True)
+    Scorer(base, processes, processes.device, 0.001).gram(0)
+    revised = RevisedStore(tmp_path / "revision", {**base.config, "train_size": N}, base, [], added)
+    scorer = Scorer(revised, processes, processes.device, 0.001)
+    gram = scorer.gram(0)
+    assert gram.sample is None and "gram" not in scorer.identity([0], [base.train(0)])["checkpoints"][0]
+    wide = rows.double()
+    assert torch.allclose(gram.matrix, wide.T @ wide, rtol=1e-12)
 
 
 def test_nothing_changes_below_the_bound(tmp_path, monkeypatch):
