@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import TableIndex, check_answers, check_command, check_killed, damage, small_parts, table_index
+from engine_runs import (
+    TableIndex,
+    as_lance,
+    check_answers,
+    check_command,
+    check_killed,
+    damage,
+    small_parts,
+    table_index,
+)
 
 from hf_trak.errors import StoreError
 
@@ -42,6 +51,13 @@ def engine() -> Iterator[Any]:
 @pytest.mark.slow
 def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_answers(engine, index, tmp_path)
+
+
+@pytest.mark.slow
+def test_it_reads_tables_of_lance(engine: Any, index: TableIndex, tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    path = as_lance(index.directory.parent / "whole.parquet", tmp_path / "index.lance", rows=13)
+    index.asked(engine, path, output_dir=str(tmp_path / "asked"))
 
 
 @pytest.mark.slow
