@@ -2,6 +2,7 @@
 
     python benchmarks/featurize.py
     python benchmarks/featurize.py --busy 1
+    python benchmarks/featurize.py --models resnet-64 resnet-128 --threads 1 --processor --batch-sizes
 
 The models are those of gradients.py. Steps are interleaved in one process; printed are medians and their ratios. With
 `--busy N` everything is measured a second time beside N other processes that compute without a pause.
@@ -50,7 +51,9 @@ def resized(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     return {name: value[torch.arange(size) % len(value)] for name, value in batch.items()}
 
 
-def timed(name: str, k: int, repeats: int, busy: tuple[int, ...]) -> tuple[int, list[dict[str, list[float]]]]:
+def timed(
+    name: str, k: int, repeats: int, busy: tuple[int, ...], clock: Callable[[], float]
+) -> tuple[int, list[dict[str, list[float]]]]:
     """P, and seconds of every repetition of every step, beside each number of competing processes."""
     torch.manual_seed(0)
     model, batch, output_fn = MODELS[name]()
@@ -69,9 +72,9 @@ def timed(name: str, k: int, repeats: int, busy: tuple[int, ...]) -> tuple[int, 
         with competing(processes):
             for _ in range(repeats):
                 for key, step in steps.items():
-                    begun = time.perf_counter()
+                    begun = clock()
                     step()
-                    seconds[key].append(time.perf_counter() - begun)
+                    seconds[key].append(clock() - begun)
                     model.zero_grad(set_to_none=True)
         measured.append(seconds)
     return sum(parameter.numel() for parameter in model.parameters()), measured
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--busy", type=int, default=0, help="measure again beside so many competing processes")
+    parser.add_argument("--processor", action="store_true", help="processor seconds, for a machine that is not idle")
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 16, 32])
     parser.add_argument("--peak", nargs=3, metavar=("MODEL", "KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -114,7 +118,8 @@ def main() -> None:
         return
     for name in arguments.models:
         busy = (0, arguments.busy) if arguments.busy else (0,)
-        parameters, measured = timed(name, arguments.proj_dim, arguments.repeats, busy)
+        clock = time.process_time if arguments.processor else time.perf_counter
+        parameters, measured = timed(name, arguments.proj_dim, arguments.repeats, busy, clock)
         print(f"{name}: P = {parameters / 1e6:.1f} M, k = {arguments.proj_dim}", flush=True)
         for processes, seconds in zip(busy, measured, strict=True):
             median = {key: statistics.median(values) for key, values in seconds.items()}
