@@ -368,6 +368,7 @@ def _exact_stages(
     at_once = max(1, min(m, int(args.curvature.memory * 2**30) // (itemsize * kept)))
     batch = min(args.batch_size, m)
     preconditioning = fit.bases + 2 * total + batch * (total + 3 * max((i * j for i, j in fit.shapes), default=0))
+    preconditioning += 4 * total  # the two gradients of one row that the engine is checked with, and their errors
     targets = min(TARGET_SHARD_BYTES, itemsize * m * kept)
     # The hybrid takes another pass, for whitened features.
     passes = math.ceil(m / at_once) + (args.curvature.kind == "hybrid")
