@@ -19,7 +19,14 @@ from torch.nn.functional import normalize
 
 from hf_trak.data.rows import batch_rows
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
-from hf_trak.evaluation.review import class_column, doubted_labels, outputs_without, repeated_rows, without_effect
+from hf_trak.evaluation.review import (
+    MOST_FALSE_DOUBTS,
+    class_column,
+    doubted_labels,
+    outputs_without,
+    repeated_rows,
+    without_effect,
+)
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
@@ -125,6 +132,8 @@ class TrainingReport(Result):
         passes (`float`): what that took, in forward and backward passes over the training rows.
         seconds (`float`): and in time.
         proof ([`LossProof`], *optional*): what two trainings say.
+        false_doubts (`float`): share of the rows that lowered the loss whose labels are doubted in the same way, among
+            64 of them.
     """
 
     loss: float
@@ -142,6 +151,28 @@ class TrainingReport(Result):
     passes: float
     seconds: float
     proof: LossProof | None = None
+    false_doubts: float = 0.0
+
+    @property
+    def impossible(self) -> str:
+        """Say that the loss without the most harmful rows would be less than 0; empty if it would not."""
+        count = max(1, round(PROVED * len(self.effects)))
+        left = self.loss - float(self.effects[self.harmful(count)].sum())
+        if self.loss < 0 or left >= 0:
+            return ""
+        return (
+            f"By these numbers the loss without the {count:,} most harmful rows would be {left:.3g}, and no such loss "
+            "is below 0: trust the order of the rows more than the numbers."
+        )
+
+    @property
+    def rough_doubts(self) -> str:
+        """Say that labels of helpful rows are doubted, too; empty if few are."""
+        if self.false_doubts <= MOST_FALSE_DOUBTS:
+            return ""
+        return (
+            f"{self.false_doubts:.0%} of the rows that lowered the loss are doubted, too: many such labels are right."
+        )
 
     @property
     def price(self) -> str:
@@ -199,7 +230,9 @@ class TrainingReport(Result):
             if groups:
                 lines.append(f"{name}: " + ", ".join(f"{one.value} ({one.effect:+.3g})" for one in groups[:8]))
         lines.append(f"probably wrong labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
+        lines += [self.rough_doubts] if self.rough_doubts else []
         lines += [f"10 % more {name} changes the loss by {change:+.3g}" for name, change in self.settings.items()]
+        lines += [self.impossible] if self.impossible else []
         return "\n".join([*lines, *([] if self.proof is None else [str(self.proof)])])
 
 
@@ -246,7 +279,8 @@ def effects_of_training(
     labels = None if column is None else RowGroups.of(rows, column)
     kind = None if column is None else rows.features[column]
     harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
-    doubted = doubted_labels(features, harmful, chosen if isinstance(chosen, Exact) else Exact())
+    exact = chosen if isinstance(chosen, Exact) else Exact()
+    doubted, false_doubts = doubted_labels(features, harmful, np.flatnonzero(effects < 0), exact)
     repeated = repeated_rows(rows, column)
     found = TrainingReport(
         loss=float(losses.mean()),
@@ -263,6 +297,7 @@ def effects_of_training(
         method=_described(chosen),
         passes=passes,
         seconds=seconds,
+        false_doubts=false_doubts,
     )
     harmful_rows = found.harmful(max(1, round(PROVED * len(rows))))
     if make_trainer is None or not harmful_rows:

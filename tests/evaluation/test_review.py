@@ -15,6 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
 from hf_trak.evaluation.review import review_table, wrong_labels
+from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
 """Training rows, wrong labels among them, and rows that stand again at the end."""
@@ -124,6 +125,27 @@ def test_labels_that_other_rows_do_not_confirm() -> None:
     """The own score is no confirmation; the label that speaks most against the row is named."""
     sums = np.array([[5.0, -1, -3], [5.0, -1, -3], [-4.0, -1, 6]])
     assert wrong_labels(sums, own=[0, 3, 1], labels=[0, 0, 2]) == {1: 2}
+
+
+@pytest.mark.slow
+def test_doubts_that_meet_helpful_rows_relabel_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of labels that are drawn at random none can be doubted with reason."""
+    train, validation, _ = digits()
+    random = np.random.default_rng(2).integers(10, size=100).tolist()
+    noisy = train.select(range(100)).remove_columns("labels").add_column("labels", random)
+    noisy = noisy.cast_column("labels", train.features["labels"])
+    trainer = trainer_of(noisy, tmp_path)
+    trainer.args.num_train_epochs, trainer.args.learning_rate = 60, 1e-2  # it learns them by heart
+    trainer.train()
+    attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak")), "image_classification")
+    with caplog.at_level("WARNING"):
+        table = attributor.review(validation.select(range(50)))
+    assert [text for text in caplog.messages if "tell wrong labels from right ones badly" in text]
+    assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == random
+    assert sum(label is not None for label in table["suggested_label"]) > 5
+    found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")
+    assert found.rough_doubts and found.rough_doubts in str(found)
+    assert found.rough_doubts in (tmp_path / "page.html").read_text()
 
 
 def rows_of_text() -> Dataset:

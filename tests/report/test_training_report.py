@@ -1,5 +1,6 @@
 """The report of a training against trainings without the rows that it names, finite differences, and in a browser."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_trainings_without_rows(run: PlantedRun, report: TrainingReport) -> None
     assert report.loss == pytest.approx(run.losses(run.trainer.model).mean(), rel=1e-5)
     assert (measured[:3] < 0).all() and measured[3] > 0
     assert ((predicted / measured > 0.5) & (predicted / measured < 2.5)).all()
+
+
+@pytest.mark.slow
+def test_a_loss_below_zero_is_called_impossible(run: PlantedRun, report: TrainingReport, tmp_path: Path) -> None:
+    wild = replace(report, effects=1000 * report.effects)
+    assert not report.impossible and "is below 0" in wild.impossible and wild.impossible in str(wild)
+    assert wild.impossible in write_training_report(wild, run.attributor.features, tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow
@@ -205,8 +213,12 @@ def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: Train
 
 
 @pytest.mark.slow
-def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callback_reports_when_training_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights are those of a training without it, and checkpoints are featurized afterwards under any id."""
+    told: list[str] = []
+    monkeypatch.setattr("hf_trak.callbacks.say", lambda _, text: told.append(text))
     plain = trainer(tmp_path / "plain")
     plain.train()
     run = trainer(tmp_path / "run", save_strategy="steps", save_steps=4)
@@ -217,7 +229,8 @@ def test_the_callback_reports_when_training_ends(tmp_path: Path, capsys: pytest.
     assert all(torch.equal(*pair) for pair in zip(run.model.parameters(), plain.model.parameters(), strict=True))
     assert callback.report is not None and callback.report.method == "replay of the recorded run"
     page = tmp_path / "trak" / "training_report.html"
-    assert "Raised the loss most" in page.read_text() and f"The page is {page}." in capsys.readouterr().err
+    assert "Raised the loss most" in page.read_text()
+    assert told == [f"{callback.report}\nThe page is {page}."]
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     # of the last weights all the same
     again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
