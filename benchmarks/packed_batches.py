@@ -77,7 +77,7 @@ def feature_seconds(model: Any, rows: Dataset, collator: Callable[[list[Any]], A
         )  # fmt: skip
         attributor = TrakAttributor(model, config, rows, collator, task="causal_lm")
         done: list[float] = []
-        attributor.features.batch_done = lambda: done.append(time.process_time())
+        attributor.features.batch_done = lambda rows: done.append(time.process_time())
         attributor.featurize()
         return done[-1] - done[0]
 

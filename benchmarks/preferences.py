@@ -84,7 +84,7 @@ def feature_seconds(model: Any, rows: Dataset, collator: Any, size: int) -> floa
         )  # fmt: skip
         attributor = TrakAttributor(model, config, rows, collator, task=DPOModelOutput(BETA))
         done: list[float] = []
-        attributor.features.batch_done = lambda: done.append(time.process_time())
+        attributor.features.batch_done = lambda rows: done.append(time.process_time())
         attributor.featurize()
         return done[-1] - done[0]
 

@@ -86,7 +86,7 @@ def feature_seconds(own: Any, rows: Rows, collator: Any) -> float:
 
         attributor = TrakAttributor(own, config, rows, timed, task="causal_lm")
         done: list[float] = []
-        attributor.features.batch_done = lambda: done.append(time.process_time() - collating[0])
+        attributor.features.batch_done = lambda rows: done.append(time.process_time() - collating[0])
         attributor.featurize()
         return (done[-1] - done[0]) * len(done) / (len(done) - 1)
 

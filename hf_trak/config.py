@@ -178,7 +178,7 @@ class TrakConfig:
             Whether to drop dataset columns that the model's `forward` does not accept, as `Trainer` does.
         use_cpu (`bool`, *optional*, defaults to `False`):
             Whether to stay on the CPU even if the machine has an accelerator.
-        budget (`str`, *optional*, defaults to `"fast"`):
+        budget (`str`, *optional*, defaults to `"balanced"`):
             What `method="auto"` may take: `"fast"` is the index, `"balanced"` the best method that takes at most a
             minute or as long as featurizing, and `"best"` the best one.
 
@@ -203,7 +203,7 @@ class TrakConfig:
     label_names: list[str] | None = None
     remove_unused_columns: bool = True
     use_cpu: bool = False
-    budget: BudgetName = "fast"
+    budget: BudgetName = "balanced"
 
     def __post_init__(self) -> None:
         if not isinstance(self.output_dir, str | os.PathLike) or not str(self.output_dir):

@@ -115,8 +115,9 @@ def run(argv: Sequence[str]) -> None:
     # With all scores at hand, collecting the run counts them; of a reranked run only some scores are exact.
     here = attributor.features.scored_by is None
     counts = last.counted() if wanted.distributions and here and last.answer.rows is None else None
-    asked = wanted.self_influence and here and not replays
-    influence = attributor.self_influence("exact" if exact else "index") if asked else None
+    taken = last.answer.method
+    asked = wanted.self_influence and here and not isinstance(taken, Replay)
+    influence = attributor.self_influence("exact" if isinstance(taken, Exact) else "index") if asked else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,

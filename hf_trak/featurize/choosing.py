@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, get_args
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from hf_trak.data.rows import row_count
 from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.pricing import Price, has_record, price
+from hf_trak.featurize.fit_batches import shortages
+from hf_trak.featurize.pricing import Price, has_record, is_fitted, price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
@@ -37,8 +38,8 @@ _BANKS = "LDS of models like this one on the banks"
 GAIN = 0.02
 """Difference of two figures of banks below which methods are as good as each other."""
 
-_told = WeakSet[FeaturizedModel]()
-"""Models whose user knows what the fast choice is, and what would be better."""
+_told = WeakKeyDictionary[FeaturizedModel, AnyMethod]()
+"""What was chosen for a model the last time, which its user knows, and what would be better."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,14 @@ def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> Any
     calibration = read_calibration(model, question.ids)
     if budget == "fast" and model in _told:
         return Index() if calibration is None else calibration.index
-    _told.add(model)
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
     chosen = found.within(budget)
     if model.processes.is_main_process:
         if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
             logger.warning("%s", found.line(chosen, budget))
-        else:
+        elif _told.get(model) != chosen.method:
             say(logger, found.line(chosen, budget))
+    _told[model] = chosen.method
     return chosen.method
 
 
@@ -158,11 +159,12 @@ def options(
     """
     ids, methods = list(checkpoints), list[tuple[AnyMethod, float, str]]()
     rows = model.train_dataset
-    at_hand = not (getattr(rows, "absent", False) or getattr(rows, "remote", False))
+    absent = getattr(rows, "absent", False) or getattr(rows, "remote", False)
+    at_hand = not absent and model.scored_by is None  # engines read the index alone
     if at_hand and has_record(model):
         methods.append((Replay(of="run"), 1.0, "the recorded run itself"))
     if calibration is None:
-        ranked = sorted(_of_banks(model, top_k), key=lambda one: -one[1]) if at_hand else []
+        ranked = sorted(_of_banks(model, top_k, ids), key=lambda one: -one[1]) if at_hand else []
         methods += [*ranked, _of_bank(model, Index())]
     else:
         judged = [calibration.chosen, *calibration.candidates]
@@ -171,7 +173,7 @@ def options(
         found = [(one.method, mean, f"{why} {mean:.2f}") for one, mean in zip(judged, means, strict=True)]
         index = next(place for place, one in enumerate(found) if one[0] == calibration.index)
         methods += [one for one in found[: index + 1] if at_hand or isinstance(one[0], Index)]
-    rate = model.rate() if measure and at_hand else None
+    rate = model.rate() if measure and len(methods) > 1 and at_hand else None
     featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
     listed = (
         Option(method, price(model, method, m, ids), quality, why, why.startswith(_BANKS))
@@ -180,14 +182,20 @@ def options(
     return Options(tuple(listed), rate, featurizing)
 
 
-def _of_banks(model: FeaturizedModel, top_k: int | None) -> list[tuple[AnyMethod, float, str]]:
-    """Return the methods with whole gradients that are better than the index on models like this one."""
+def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:
+    """Return the methods with whole gradients that are better than the index on models like this one.
+
+    There are none where the curvature has to be fitted first, and memory or disk are too small for it.
+    """
     methods: list[AnyMethod] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
     if top_k is not None and "draws" not in model.store.config.get("collation", {}):
         methods.append(Rerank(max(Rerank.rows, top_k), "ekfac"))
     index = _of_bank(model, Index())[1]
     found = [_of_bank(model, one) for one in methods if possible(model, one)]
-    return [one for one in found if one[1] > index]
+    better = [one for one in found if one[1] > index]
+    if better and model.processes.broadcast_from_main(lambda: not is_fitted(model, checkpoints) and shortages(model)):
+        return []
+    return better
 
 
 def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:

@@ -2,8 +2,8 @@
 
 import copy
 import logging
+import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +54,7 @@ from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.progress import Pace
 from hf_trak.runtime.sharding import RowDivision, is_sharded
 from hf_trak.scores.groups import GroupBy, target_features, target_groups
 from hf_trak.scores.scorer import PlannedScores, Scorer
@@ -105,7 +106,6 @@ class FeaturizedModel:
         recorded_rows: Mapping[str, Any] | None = None,
         revision: Revision | None = None,
         trainer: Any = None,
-        batch_done: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -138,8 +138,6 @@ class FeaturizedModel:
                 What [`~hf_trak.featurize.revising.revise`] changed, for a revised training dataset.
             trainer (`transformers.Trainer`, *optional*):
                 The trainer of the run that made the model, which replays ask for the numbers of its steps.
-            batch_done (`Callable`, *optional*):
-                Called after every batch of features.
 
         Raises:
             ValueError: unknown task or parameter name, empty dataset, a model whose task cannot be inferred, or one
@@ -157,7 +155,8 @@ class FeaturizedModel:
             self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
-        self.batch_done = batch_done
+        self.batch_done: Callable[[int], None] = lambda rows: None
+        """Called with the number of rows after every batch of features."""
         self.num_workers = getattr(dataloader, "num_workers", 0) if num_workers is None else num_workers
         if dataloader is not None:
             train_dataset, data_collator = rows_of_loader(dataloader, train_dataset, data_collator)
@@ -379,19 +378,21 @@ class FeaturizedModel:
             )
 
     def rate(self) -> float | None:
-        """Return the training rows that this run featurizes per second in one process, measured once.
+        """Return the training rows that one process featurizes per second.
 
-        All processes call this together; the main process's figure counts. It is `None` with fewer than 3 rows.
+        It is that of the last call of `featurize`, or measured where that had nothing to do. All processes call this
+        together. It is `None` with fewer than 3 rows.
         """
-        if self._rate is None and self.train_size >= 3:
-            mine = self.measured_rate()
-            self._rate = self.processes.broadcast_from_main(lambda: mine)
+        if self.train_size < 3:
+            return None
+        known = min(filter(None, self.processes.gather(self._rate)), default=None)
+        self._rate = self.measured_rate() if known is None else known
         return self._rate
 
     def measured_rate(self) -> float:
-        """Featurize a few batches in a temporary directory, and return the training rows per second of this process.
+        """Featurize a few batches in a temporary directory, and return the training rows per second of one process.
 
-        The first batch does not count: it pays for the choice of the engine and its check.
+        All processes call this together. The directory lies where all find it, and one process fills it.
 
         Raises:
             ValueError: there are fewer than 3 training rows.
@@ -400,8 +401,11 @@ class FeaturizedModel:
         rows = list(range(batches * size))
         dataset = self.train_dataset
         part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        done: list[float] = []
-        with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-") as directory:
+        shared = self.args.output_dir if self.processes.num_processes > 1 else None
+        if shared is not None:
+            os.makedirs(shared, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-", dir=shared) as own:
+            directory = self.processes.broadcast_from_main(lambda: own)
             options = replace(
                 self.args,
                 output_dir=str(Path(directory) / "store"),
@@ -409,16 +413,11 @@ class FeaturizedModel:
                 shard_size=len(rows),
                 curvature=replace(self.args.curvature, whitened=False),
             )
-            FeaturizedModel(
-                self.model,
-                options,
-                part,
-                self.data_collator,
-                self.processing_class,
-                self.task,
-                batch_done=lambda: done.append(time.perf_counter()),
+            measured = FeaturizedModel(
+                self.model, options, part, self.data_collator, self.processing_class, self.task
             ).featurize()
-        return size * (batches - 1) / (done[-1] - done[0])
+            self.processes.wait_for_everyone()
+        return float(next(filter(None, self.processes.gather(measured._rate))))
 
     def featurize(self, checkpoints: Checkpoints = None, part: tuple[int, int] = (0, 1)) -> Self:
         """Compute the features of the training rows, see [`~hf_trak.TrakAttributor.featurize`].
@@ -441,9 +440,10 @@ class FeaturizedModel:
                 description = f"train rows, checkpoint {model_id}"
                 shards = self.store.train(model_id)
                 stored = StoredRows.find(shards, self.train_dataset, "train")
-                self.featurizer(projector=self.feature_map(model_id)).fill(
-                    shards, self.train_dataset, model_id, "train", description, part, stored
-                )
+                featurizer, pace = self.featurizer(projector=self.feature_map(model_id)), Pace(self.batch_done)
+                featurizer.batch_done = pace.count
+                featurizer.fill(shards, self.train_dataset, model_id, "train", description, part, stored)
+                self._rate = pace.rate or self._rate
             self.sources[model_id] = source
             if left := len(self.processes.broadcast_from_main(shards.unwritten)):
                 logger.info("%s: %d shards of other parts are not there yet.", description, left)

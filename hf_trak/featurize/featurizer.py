@@ -284,7 +284,7 @@ class Featurizer(RowFeatures):
                     places = torch.tensor(rows) - shard_rows.start
                     grads[places], out_to_loss[places] = features, q
                     filled += len(rows)
-                    self.batch_done()
+                    self.batch_done(len(rows))
                     progress.update(len(rows))
                 # Before the first shard is written, features that are stored already are compared with those that the
                 # same code gives now. The engine has been chosen and checked on the batches above.

@@ -31,26 +31,28 @@ def warn_of_shortage(model: FeaturizedModel) -> None:
     Args:
         model: the model and its rows. Its weights are in memory.
     """
-    processes = model.processes
-    if not processes.is_main_process:
+    found = shortages(model) if model.processes.is_main_process else []
+    if not found:
         return
-    n = model.train_size
-    needed = FitCost.of(model.model, model.layout.slots, model.args, n)
-    holders = processes.num_processes if is_sharded(model.model) else 1
-    shortages = _shortages(needed, holders, free_bytes(model.device), _free_disk(model.store.output_dir))
-    if not shortages:
-        return
-    share = largest_share(model.model, model.layout, model.args, n)
+    share = largest_share(model.model, model.layout, model.args, model.train_size)
     logger.warning(
         "A fit of the curvature %r takes %s.%s Attribute fewer parameters (`grad_wrt`), set "
         '`curvature="diagonal"`, or divide the model over more processes.',
         model.args.curvature.fitted_kind,
-        " and ".join(shortages),
+        " and ".join(found),
         "" if share is None else f" {share}.",
     )
 
 
-def _shortages(needed: FitCost, holders: int, memory: int, disk: int) -> list[str]:
+def shortages(model: FeaturizedModel) -> list[str]:
+    """Say which of memory and disk a fit will take more of than is free here.
+
+    Args:
+        model: as above.
+    """
+    needed = FitCost.of(model.model, model.layout.slots, model.args, model.train_size)
+    holders = model.processes.num_processes if is_sharded(model.model) else 1
+    memory, disk = free_bytes(model.device), _free_disk(model.store.output_dir)
     taken, written = needed.memory // holders, needed.disk + needed.scratch
     found = []
     if taken > memory:

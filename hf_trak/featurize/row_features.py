@@ -125,7 +125,7 @@ class RowFeatures:
         device: where batches go.
         store: where a task's references are kept beside the features.
         lockstep: keeps processes that hold a sharded model at the same pass.
-        batch_done: called after every batch.
+        batch_done: called with the number of rows after every batch.
     """
 
     model: torch.nn.Module
@@ -138,7 +138,7 @@ class RowFeatures:
     device: torch.device
     store: FeatureStore
     lockstep: Lockstep
-    batch_done: Callable[[], None]
+    batch_done: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self.division = self.lockstep.division

@@ -183,3 +183,31 @@ def log_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
     finally:
         if mine:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Pace:
+    """Counts rows per second, without the first batch, which pays for the choice of the engine and its check."""
+
+    def __init__(self, also: Callable[[int], None]) -> None:
+        """
+        Args:
+            also: called with the number of rows of every batch, too.
+        """
+        self._also = also
+        self._first = self._last = 0.0
+        self._batches = self._rows = 0
+
+    def count(self, rows: int) -> None:
+        """Count a batch that is done."""
+        self._last = time.perf_counter()
+        if self._batches == 0:
+            self._first = self._last
+        else:
+            self._rows += rows
+        self._batches += 1
+        self._also(rows)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the rows per second; `None` before the third batch."""
+        return self._rows / (self._last - self._first) if self._batches > 2 else None
