@@ -493,8 +493,8 @@ class TrakAttributor:
                 `"index"` scores with the stored features, `"exact"` with whole gradients under a fitted curvature,
                 `"rerank"` with whole gradients those rows that the features rank first, and `"replay"` with the steps
                 of the run, of the last checkpoint. [`~hf_trak.Index`], [`~hf_trak.Exact`], [`~hf_trak.Rerank`] and
-                [`~hf_trak.Replay`] have options. `"auto"` is the index, at the ridge that `calibrate` has found, or
-                what a larger `TrakConfig(budget=...)` allows, and says what it is and why.
+                [`~hf_trak.Replay`] have options. `"auto"` takes the best that is at hand and that
+                `TrakConfig(budget=...)` allows, and says what it is and why.
             per (`str`, *optional*, defaults to `"target"`):
                 `"target"` for one row per target, or `"train"` for one row per training row, whose indices and scores
                 then refer to targets.

@@ -31,8 +31,8 @@ class MethodArguments:
 
     method: MethodName = option(
         "Score with the features (`index`), with whole gradients under a curvature (`exact`), with those "
-        "of the rows that the features rank first (`rerank`), or with the run (`replay`). `auto` is the index, "
-        "unless `--budget` allows more.",
+        "of the rows that the features rank first (`rerank`), or with the run (`replay`). `auto` takes the best "
+        "that `--budget` allows.",
         "auto",
     )
     rerank_rows: int | None = option("Rows to rerank, for each target and end. By default 2,000.", None)

@@ -193,9 +193,8 @@ def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int])
     index = _of_bank(model, Index())[1]
     found = [_of_bank(model, one) for one in methods if possible(model, one)]
     better = [one for one in found if one[1] > index]
-    if better and model.processes.broadcast_from_main(lambda: not is_fitted(model, checkpoints) and shortages(model)):
-        return []
-    return better
+    fits = not better or is_fitted(model, checkpoints)
+    return better if fits or model.processes.broadcast_from_main(lambda: not shortages(model)) else []
 
 
 def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:

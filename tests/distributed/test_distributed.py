@@ -11,7 +11,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from store_jobs import Job, Sizes, start_group
 
-from hf_trak import TrakAttributor
+from hf_trak import Exact, TrakAttributor
 from hf_trak.errors import IncompleteStoreError
 from hf_trak.runtime.processes import share_of
 from hf_trak.store.store import FeatureStore
@@ -77,11 +77,25 @@ def refuse_sharded(directory: Path) -> dict[str, str]:
     return {"fsdp": refusal_of(wrapped)}
 
 
+def choose_together(directory: Path) -> dict[str, Any]:
+    """What `method="auto"` takes by measured times, in processes that have featurized nothing themselves."""
+    sizes = Sizes(checkpoints=1)
+    store_jobs.make(directory, sizes).featurize(store_jobs.models(1))
+    attributor = store_jobs.make(directory, sizes, budget="best")
+    attributor.features.sources = {0: store_jobs.models(1)[0]}
+    rate = attributor.features.rate()
+    taken = attributor.attribute(store_jobs.rows(3, 2), top_k=None).with_format("numpy")["trak_scores"][:]
+    exact = attributor.attribute(store_jobs.rows(3, 2), top_k=None, method=Exact("hybrid")).with_format("numpy")
+    left = sorted(path.name for path in directory.glob("hf_trak-estimate-*"))
+    return {"rate": rate, "exact": (taken == exact["trak_scores"][:]).all().item(), "left": left}
+
+
 def every_part(directory: Path) -> dict[str, Any]:
     """What each of two processes does."""
     return {
         "sizes": run_sizes(directory / "both"),
         "failing": fail_in_one_process(directory / "failing"),
+        "choice": choose_together(directory / "choice"),
         "sharded": refuse_sharded(directory / "sharded"),
     }
 
@@ -113,6 +127,12 @@ def test_an_error_in_one_process_is_told_to_all(launched: list[dict[str, Any]]) 
     assert "number 1, with ValueError" in first["featurize"]["error"]
     assert first["attribute"]["error"].startswith("IncompleteStoreError")
     assert "number 0, with IncompleteStoreError" in last["attribute"]["error"]
+
+
+@pytest.mark.distributed
+def test_auto_chooses_by_a_time_that_all_have_measured(launched: list[dict[str, Any]]) -> None:
+    first, last = (result["choice"] for result in launched[1:])
+    assert first == last and first["rate"] > 0 and first["exact"] and first["left"] == []
 
 
 @pytest.mark.distributed

@@ -10,10 +10,12 @@ import pytest
 from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
-from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor
+from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor, TrakConfig
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
 from hf_trak.featurize.pricing import Price, price
+from hf_trak.methods import AnyMethod
+from hf_trak.runtime import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = sentences(4, 1)
@@ -102,6 +104,43 @@ def test_scores_of_all_rows_are_not_reranked(directory: Path, monkeypatch) -> No
     assert (
         attributor.select(3, TARGETS)["trak_index"] == with_budget(directory, "fast").select(3, TARGETS)["trak_index"]
     )
+
+
+def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) -> None:
+    """Engines read the index alone. A curvature that memory has no room for is not chosen, but one that is there."""
+    attributor = TrakAttributor.from_trainer(
+        trainer(directory), TrakConfig(str(directory / "trak"), proj_dim=8, shard_size=4)
+    )
+    features = attributor.features
+    assert attributor.args.budget == "balanced"
+
+    def taken(ids: list[int]) -> list[AnyMethod]:
+        return [one.method for one in choosing.options(features, 4, ids, 5, None, False).options]
+
+    monkeypatch.setattr(choosing, "shortages", lambda model: [])
+    assert Exact("ekfac") in taken([0])
+    monkeypatch.setattr(choosing, "shortages", lambda model: ["100 GiB of memory"])
+    assert taken([0]) == [Index()]
+    monkeypatch.setattr(choosing, "is_fitted", lambda model, ids: True)
+    assert Exact("ekfac") in taken([0])
+    features.scored_by = object()  # type: ignore[assignment]
+    assert taken([0]) == [Index()]
+
+
+def test_a_time_that_featurizing_took_is_not_measured_again(directory: Path, tmp_path: Path, monkeypatch) -> None:
+    attributor = TrakAttributor.from_trainer(trainer(directory), config(tmp_path)).featurize()
+    monkeypatch.setattr(type(attributor.features), "measured_rate", None)
+    assert attributor.features.rate() > 0
+
+
+def test_a_pace_leaves_the_first_batch_out(monkeypatch) -> None:
+    clock, seen = iter([100.0, 101.0, 104.0]), []
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    pace = progress.Pace(seen.append)
+    for rows in (7, 8, 4):
+        assert pace.rate is None
+        pace.count(rows)
+    assert pace.rate == 3.0 and seen == [7, 8, 4]
 
 
 @pytest.mark.slow
