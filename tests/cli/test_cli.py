@@ -205,7 +205,7 @@ def check_scores(featurized, home, directory):
     tokenizer = BertTokenizer.from_pretrained(home / "model")
     train, targets = (sentences(*rows).rename_column("label", "labels") for rows in ((N_TRAIN, 0), (N_EVAL, 1)))
     train, targets = (data.map(lambda row: tokenizer(row["sentence"])) for data in (train, targets))
-    config = TrakConfig(output_dir=str(directory), proj_dim=64, shard_size=16, use_cpu=True)
+    config = TrakConfig(output_dir=str(directory), proj_dim=64, shard_size=16, use_cpu=True, budget="fast")
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
     assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0

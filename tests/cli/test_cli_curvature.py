@@ -215,7 +215,7 @@ def test_recipes_attribute_with_either_method(place: Path, method: str) -> None:
     trainer = make_trainer(rows, 0)
     trainer.args.save_strategy, trainer.args.save_steps = "steps", 1
     trainer.args.output_dir = "recipe/model"
-    trak = TrakConfig("recipe/trak", proj_dim=32, use_cpu=True)
+    trak = TrakConfig("recipe/trak", proj_dim=32, use_cpu=True, budget="fast")
     arguments = training.TrainingRecipeArguments(output_dir="recipe", num_checkpoints=1, top_k=4, method=method)
     outcome = training.train_and_attribute(trainer, arguments, trak, {}, rows.select(range(2)))
     assert outcome.method == method

@@ -36,7 +36,7 @@ def test_refined_scores_are_those_of_the_library(place: Path, capsys: pytest.Cap
     run = json.loads(capsys.readouterr().out)["run"]
 
     model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL))
-    built = build(model_args, data, TrakConfig("library", use_cpu=True))
+    built = build(model_args, data, TrakConfig("library", use_cpu=True, budget="fast"))
     targets = built.preparation.prepare(Dataset.from_json("mine.jsonl"))
     given = {"method": Exact(refine=Refinement(steps=2, rows=24))}
     expected = built.attributor.attribute(targets, top_k=5, **given)

@@ -36,12 +36,14 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     model = BertForSequenceClassification.from_pretrained("model", **none)
     model.save_pretrained("model")
     names = ["--model", "model", "--train_dataset", "reviews.jsonl"]
-    built = build(*parse_yaml_and_args((ModelArguments, DataArguments), names), TrakConfig("unused", use_cpu=True))
+    built = build(
+        *parse_yaml_and_args((ModelArguments, DataArguments), names), TrakConfig("unused", use_cpu=True, budget="fast")
+    )
     arguments = TrainingArguments(
         "out", per_device_train_batch_size=8, num_train_epochs=3, save_steps=5, logging_steps=5, use_cpu=True,
         report_to=[], disable_tqdm=True, **OPTIONS,
     )  # fmt: skip
-    callback = TrakCallback(TrakConfig("trak", use_cpu=True), record=True)
+    callback = TrakCallback(TrakConfig("trak", use_cpu=True, budget="fast"), record=True)
     made = Trainer(
         model, arguments, train_dataset=built.preparation.prepare(Dataset.from_json("reviews.jsonl")),
         processing_class=built.preparation.processing_class, callbacks=[callback],
@@ -62,7 +64,7 @@ def asked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
 
 
 def library(trainer: Trainer, place: str, method: Replay) -> Any:
-    attributor = TrakAttributor.from_trainer(trainer, TrakConfig(place, use_cpu=True))
+    attributor = TrakAttributor.from_trainer(trainer, TrakConfig(place, use_cpu=True, budget="fast"))
     return attributor.attribute(load_from_disk("targets"), top_k=None, method=method)["trak_scores"][:]
 
 

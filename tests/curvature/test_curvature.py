@@ -98,7 +98,7 @@ def test_tokens_and_spans_add_up(tmp_path: Path) -> None:
     )
     ids = torch.randint(2, 31, (10, 6)).tolist()
     train, asked = (Dataset.from_dict({"input_ids": part, "labels": part}) for part in (ids[:8], ids[8:]))
-    args = TrakConfig(str(tmp_path), use_cpu=True, curvature="ekfac")
+    args = TrakConfig(str(tmp_path), use_cpu=True, curvature="ekfac", budget="fast")
     own = TrakAttributor(model, args, train)
     scored = own.attribute(asked, top_k=3, method="exact", per_token=True)
     for row in scored:
@@ -135,7 +135,7 @@ def wide(directory: Path) -> TrakAttributor:
         {"input": pixels, "labels": torch.tensor(i % 5)}
         for i, pixels in enumerate(torch.randn(60, 30, generator=torch.Generator().manual_seed(1)))
     ]
-    args = TrakConfig(str(directory), use_cpu=True, curvature="ekfac", shard_size=16)
+    args = TrakConfig(str(directory), use_cpu=True, curvature="ekfac", shard_size=16, budget="fast")
     return TrakAttributor(model, args, rows, task="image_classification")
 
 

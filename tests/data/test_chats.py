@@ -88,7 +88,7 @@ def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
 
 
 def attributor(trainer: Any, tmp_path: Path) -> TrakAttributor:
-    config = TrakConfig(str(tmp_path / "trak"), proj_type="none", lambda_relative=1.0, use_cpu=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_type="none", lambda_relative=1.0, use_cpu=True, budget="fast")
     return TrakAttributor.from_trainer(trainer, config)
 
 

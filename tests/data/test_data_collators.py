@@ -114,7 +114,7 @@ def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFas
     for batch_size in (1, 4):
         config = TrakConfig(
             output_dir=str(tmp_path / str(batch_size)), proj_dim=128, shard_size=8, use_cpu=True,
-            per_device_batch_size=batch_size,
+            per_device_batch_size=batch_size, budget="fast",
         )  # fmt: skip
         attributor = TrakAttributor(model, config, dataset, collator).featurize()
         shards = list(attributor.features.store.train(0))

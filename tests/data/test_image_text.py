@@ -62,7 +62,7 @@ def squares(n: int = 8) -> Dataset:
 
 
 def attributor(model: torch.nn.Module, collator: Any, dataset: Dataset, directory: Any, **more: Any) -> TrakAttributor:
-    config = TrakConfig(output_dir=str(directory), proj_dim=32, use_cpu=True, per_device_batch_size=3)
+    config = TrakConfig(output_dir=str(directory), proj_dim=32, use_cpu=True, per_device_batch_size=3, budget="fast")
     task = more.pop("task", None) or CLIPModelOutput(simulated_batch_size=4)
     return TrakAttributor(model, config, dataset, collator, task=task, **more)
 

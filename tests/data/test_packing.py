@@ -161,7 +161,9 @@ def test_trainers_of_trl(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = trl.SFTTrainer(
         llama(), args=arguments(tmp_path, trl.SFTConfig, **settings), train_dataset=rows, processing_class=tokenizer()
     )
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=256, use_cpu=True, per_device_batch_size=3)
+    config = TrakConfig(
+        output_dir=str(tmp_path / "trak"), proj_dim=256, use_cpu=True, per_device_batch_size=3, budget="fast"
+    )
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     count = len(trainer.train_dataset)
     assert (count < 14) == bool(options.get("packing"))

@@ -358,7 +358,7 @@ def test_rows_of_tokens_need_no_trainer(tmp_path: Path) -> None:
     model, some = given("dpo", "full", torch.float32)
     kept = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
     dataset = Dataset.from_list([{name: row[name] for name in kept} for row in some])
-    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True)
+    config = TrakConfig(output_dir=str(tmp_path), proj_dim=16, use_cpu=True, budget="fast")
     attributor = TrakAttributor(model, config, dataset, task="dpo").featurize()
     scored = attributor.attribute(dataset.select([2]), top_k=None)
     assert int(torch.tensor(scored["trak_scores"][0]).argmax()) == 2

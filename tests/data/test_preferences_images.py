@@ -58,6 +58,7 @@ def attributor_of(trainer: Any, directory: Path, size: int) -> TrakAttributor:
             feature_dtype="float32",
             use_cpu=True,
             per_device_batch_size=size,
+            budget="fast",
         ),
     )
 

@@ -78,7 +78,9 @@ def test_identical_texts_keep_rows_and_scores_of_their_own(tmp_path: Any) -> Non
     torch.manual_seed(1)
     model, train = Bag(), text_rows(TEXTS, LABELS)
     targets = text_rows(["a b", "e d", "a b"], [0, 2, 0])
-    args = TrakConfig(str(tmp_path), proj_type="none", per_device_batch_size=3, shard_size=4, use_cpu=True)
+    args = TrakConfig(
+        str(tmp_path), proj_type="none", per_device_batch_size=3, shard_size=4, use_cpu=True, budget="fast"
+    )
     attributor = TrakAttributor(model, args, train_dataset=train, task="text_classification").featurize()
     attributor.features.args = replace(args, lambda_relative=relative_ridge(attributor, RIDGE))
     expected = closed_form(model, train, targets)
@@ -140,7 +142,7 @@ def die() -> None:
 def attributor_of(directory: Any, dataset: Any, workers: int = 2) -> TrakAttributor:
     torch.manual_seed(5)
     args = TrakConfig(
-        str(directory), proj_dim=16, shard_size=4, per_device_batch_size=3, use_cpu=True,
+        str(directory), proj_dim=16, shard_size=4, per_device_batch_size=3, use_cpu=True, budget="fast",
     )  # fmt: skip
     made = TrakAttributor(TinyNet(), args, train_dataset=dataset, task="image_classification")
     made.features.num_workers = workers

@@ -144,7 +144,7 @@ def test_supervised_finetuning(packed: str, tmp_path: Path) -> None:
     options = arguments(tmp_path, trl.SFTConfig, **packing)
     words = tokenizer()
     trainer = trl.SFTTrainer(llama(), options, train_dataset=Dataset.from_dict(texts(12)), processing_class=words)
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=256, use_cpu=True)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=256, use_cpu=True, budget="fast")
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
     scored = attributor.attribute(trainer.train_dataset.select(range(2)), top_k=1)
     assert [row[0] for row in scored["trak_indices"][:]] == [0, 1]
@@ -214,7 +214,7 @@ def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_p
         formatting_func=formatting,
     )
     assert "input_ids" in trainer.eval_dataset.column_names
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, budget="fast")
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()
     prepared = attributor.attribute(trainer.eval_dataset, top_k=None, name="prepared")["trak_scores"][:]

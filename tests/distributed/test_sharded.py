@@ -240,7 +240,7 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     trainer.train()
     divided = [type(p).__name__ for p in trainer.model.parameters()]
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32")
+    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", budget="fast")
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()
@@ -284,7 +284,9 @@ def page_job(directory: Path) -> float:
     on_cpu = {f'output_dir="{name}"': f'output_dir="{name}", use_cpu=True' for name in ("trak", "trak-100")}
     doc_pages.run_page("docs/sharded.md", {**namespace, **rows_of}, doc_pages.hf_trak_command, on_cpu)
     loaded = TrakAttributor(
-        made("llama", seed=5), TrakConfig(output_dir="trak-100", use_cpu=True), train_dataset=rows("llama")
+        made("llama", seed=5),
+        TrakConfig(output_dir="trak-100", use_cpu=True, budget="fast"),
+        train_dataset=rows("llama"),
     )
     return float(len(loaded.featurize().features.store.train(0)))  # a store of other weights would refuse these
 

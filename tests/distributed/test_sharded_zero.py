@@ -141,7 +141,9 @@ def trainer_job(directory: Path) -> dict[str, Any]:
     trainer = Trainer(model=made("llama"), args=args, train_dataset=rows("llama"))
     trainer.train()
     eval_dataset = rows("llama", 3, 2)
-    config = TrakConfig(output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", use_cpu=True)
+    config = TrakConfig(
+        output_dir=str(directory / "trak"), proj_dim=32, feature_dtype="float32", use_cpu=True, budget="fast"
+    )
 
     attributor = TrakAttributor.from_trainer(trainer, args=config)
     attributor.featurize()

@@ -86,7 +86,9 @@ def test_any_row_groups_do(rows: int, place: Path, tmp_path: Path, monkeypatch: 
 
 def test_checkpoints_are_averaged_and_targets_grouped(tmp_path: Path) -> None:
     rows, model = sentences(N), tiny_bert()
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, feature_dtype="int8", shard_size=16)
+    config = TrakConfig(
+        str(tmp_path / "trak"), proj_dim=64, use_cpu=True, feature_dtype="int8", shard_size=16, budget="fast"
+    )
     weights = {2: model.state_dict(), 5: tiny_bert().state_dict()}
     first = TrakAttributor(model, config, rows).featurize(weights)
     (tmp_path / "tables").mkdir()
@@ -119,7 +121,7 @@ def test_tables_have_the_ridge_that_was_chosen(place: Path, tmp_path: Path) -> N
         ready = TrakAttributor.from_pretrained(str(path), index.model, **options)
         ready.features.scored_by = engine
         assert ready.attribute(exam(), top_k=TOP_K, method="index").to_dict() == expected.to_dict()
-    index.asked(None, path, **options, lambda_relative=TrakConfig().lambda_relative)
+    index.asked(None, path, **options, lambda_relative=TrakConfig(budget="fast").lambda_relative)
 
 
 def test_an_engine_does_what_it_can_or_nothing(place: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_trak_predicts_the_bank(bank: Bank, tmp_path: Path) -> None:
     case = make_case("digits-cnn", tmp_path)
     trainer = case.trainer(case.train, 0)
     trainer.train()
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), use_cpu=True, per_device_batch_size=50)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), use_cpu=True, per_device_batch_size=50, budget="fast")
     attributor = TrakAttributor.from_trainer(trainer, config, task=case.task)
     scored = attributor.featurize().attribute(case.targets, top_k=None)
     scores = np.stack(scored.with_format("numpy")["trak_scores"][:], axis=1)

@@ -108,7 +108,7 @@ def trained(rows, tokenizer):
 @pytest.fixture(scope="module")
 def scores(trained, rows, targets, tokenizer, tmp_path_factory) -> np.ndarray:
     """`(targets, documents)`, from the ensemble of all seeds."""
-    args = TrakConfig(str(tmp_path_factory.mktemp("trak")), proj_dim=1024, use_cpu=True)
+    args = TrakConfig(str(tmp_path_factory.mktemp("trak")), proj_dim=1024, use_cpu=True, budget="fast")
     attributor = TrakAttributor(trained[0], args, train_dataset=rows, processing_class=tokenizer)
     attributor.featurize(checkpoints=trained)
     return np.asarray(attributor.attribute(targets, top_k=None, checkpoints=trained)["trak_scores"][:])

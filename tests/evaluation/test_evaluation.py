@@ -65,7 +65,9 @@ class Regression:
         """Of this library: whole gradients, λ = 0, `(N, M)`."""
         rows = Dataset.from_dict({"x": self.x.astype("float32"), "labels": self.y.astype("float32")})
         targets = Dataset.from_dict({"x": self.targets.astype("float32"), "labels": [0.0] * M})
-        config = TrakConfig(output_dir=str(directory), proj_type="none", lambda_relative=0.0, use_cpu=True)
+        config = TrakConfig(
+            output_dir=str(directory), proj_type="none", lambda_relative=0.0, use_cpu=True, budget="fast"
+        )
         attributor = TrakAttributor(Linear(self.fit(np.arange(N))), config, train_dataset=rows, task="regression")
         scored = attributor.featurize().attribute(targets, top_k=None)
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).T

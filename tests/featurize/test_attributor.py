@@ -382,7 +382,7 @@ def test_from_trainer_takes_everything_and_leaves_training_untouched(trained: An
         flags = [(p.requires_grad, p.grad is None) for p in trainer.model.parameters()]
         modes = [module.training for module in trainer.model.modules()]
         if attribute:
-            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32)
+            config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, budget="fast")
             attributor = TrakAttributor.from_trainer(trainer, config, task="image_classification")
             assert attributor.model is trainer.model
             attributor.featurize().attribute(eval_rows(), top_k=2)

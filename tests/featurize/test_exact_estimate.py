@@ -36,7 +36,7 @@ def stored(directory: Path, pattern: str) -> int:
 @pytest.mark.parametrize("curvature", ["ekfac", "diagonal"])
 def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     torch.manual_seed(0)
-    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True)
+    args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True, budget="fast")
     own = TrakAttributor(Net(), args, rows(N, 0), task="image_classification")
     promised = own.estimate(M, method="exact").stages
     kept = []
@@ -72,7 +72,7 @@ def test_targets_that_do_not_fit_take_several_passes(tmp_path):
     own = ExactScores(several.features)
     names = sorted({path.name.split("-")[1] for path in tmp_path.glob("experiments/*/*/*/scores-*")})
     assert names == ["000000", "000005", "000010"] and own.damping == 0.1
-    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True)
+    args = TrakConfig(str(tmp_path / "one"), curvature="ekfac", use_cpu=True, budget="fast")
     second = TrakAttributor(model, args, rows(N, 0), task="image_classification").attribute(
         targets, top_k=None, method="exact"
     )["trak_scores"]

@@ -29,7 +29,7 @@ def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
             parameter.add_(0.3 * torch.randn_like(parameter))
     trainer = trl.SFTTrainer(model, args=args, train_dataset=conversations(6), processing_class=processor_of_words())
     config = TrakConfig(
-        str(directory / "trak"), proj_dim=64, use_cpu=True, per_device_batch_size=3
+        str(directory / "trak"), proj_dim=64, use_cpu=True, per_device_batch_size=3, budget="fast"
     )  # fmt: skip
     made = TrakAttributor.from_trainer(trainer, config)
     made.featurize()

@@ -79,7 +79,9 @@ def trained(damaged, tmp_path_factory) -> Trainer:
 @pytest.fixture(scope="module")
 def attributor(trained, tmp_path_factory) -> TrakAttributor:
     """The default projection and λ, over three checkpoints of the training."""
-    config = TrakConfig(output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=1024, per_device_batch_size=32)
+    config = TrakConfig(
+        output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=1024, per_device_batch_size=32, budget="fast"
+    )
     attributor = TrakAttributor.from_trainer(trained, args=config)
     saved = sorted(Path(trained.args.output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(saved) == 3

@@ -216,7 +216,7 @@ def test_a_trainer_with_checkpointing(tmp_path: Path) -> None:
         else:
             trainer.train()
             weights = trainer.model.state_dict()
-        config = TrakConfig(str(directory / "trak"), proj_dim=64, use_cpu=True)
+        config = TrakConfig(str(directory / "trak"), proj_dim=64, use_cpu=True, budget="fast")
         attributor = TrakAttributor.from_trainer(trainer, config)
         with saved_bytes() as kept:
             attributor.featurize()

@@ -366,7 +366,9 @@ def digits(start: int, stop: int) -> Dataset:
 
 @pytest.fixture(scope="module")
 def attributor(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
-    config = TrakConfig(output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True)
+    config = TrakConfig(
+        output_dir=str(tmp_path_factory.mktemp("trak")), proj_dim=64, shard_size=16, use_cpu=True, budget="fast"
+    )
     torch.manual_seed(0)
     found = TrakAttributor(DigitNet(), config, train_dataset=digits(0, 50), task="image_classification")
     return found.featurize()

@@ -34,7 +34,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> TrakAttributor:
     words = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(words), n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0)
-    args = TrakConfig(str(tmp_path_factory.mktemp("trak")), proj_dim=32, use_cpu=True)
+    args = TrakConfig(str(tmp_path_factory.mktemp("trak")), proj_dim=32, use_cpu=True, budget="fast")
     rows = rows_of(TRAIN, words)
     return TrakAttributor(GPT2LMHeadModel(config), args, rows, processing_class=words, task="causal_lm").featurize()
 

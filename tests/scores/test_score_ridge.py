@@ -132,7 +132,7 @@ def test_wrong_shapes():
 
 def test_the_log_tells_lambda_and_the_condition_number(tmp_path, caplog):
     """λ and the condition number are logged for every checkpoint, equal to those of its features on disk."""
-    args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, lambda_relative=0.05)
+    args = TrakConfig(str(tmp_path), proj_dim=8, use_cpu=True, lambda_relative=0.05, budget="fast")
     rows = Dataset.from_dict({"pixel_values": torch.randn(20, 6).tolist(), "labels": [i % 3 for i in range(20)]})
     models = [TinyNet(), TinyNet()]
     attributor = TrakAttributor(models[0], args, train_dataset=rows, task="image_classification").featurize(models)

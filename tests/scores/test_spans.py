@@ -46,7 +46,7 @@ def attributor(request, rows, tokenizer, tmp_path):
     )
     return TrakAttributor(
         tf.GPT2LMHeadModel(config).eval(),
-        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, use_cpu=True),
+        TrakConfig(output_dir=str(tmp_path), proj_dim=64, per_device_batch_size=4, use_cpu=True, budget="fast"),
         train_dataset=rows,
         processing_class=tokenizer,
         task=CausalLMModelOutput(aggregation=request.param),
@@ -196,7 +196,10 @@ def test_one_label_per_sample_has_no_parts(rows, tokenizer, tmp_path):
     )
     labelled = rows.remove_columns("labels").add_column("label", [0, 1] * 3)
     attributor = TrakAttributor(
-        tf.BertForSequenceClassification(config), TrakConfig(str(tmp_path)), labelled, processing_class=tokenizer
+        tf.BertForSequenceClassification(config),
+        TrakConfig(str(tmp_path), budget="fast"),
+        labelled,
+        processing_class=tokenizer,
     )
     with pytest.raises(TypeError, match="one number per target"):
         attributor.attribute(labelled, per_token=True)

@@ -95,7 +95,9 @@ def test_codes_have_the_same_bits_for_any_division(tmp_path: Path, dtype: str) -
 def test_attribute_gives_the_same_bits(tmp_path: Path, dtype: str) -> None:
     """From a real model, through a file and pickled targets, beside columns of the rows."""
     rows = sentences(24)
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=64, use_cpu=True, feature_dtype=dtype, shard_size=7)
+    config = TrakConfig(
+        str(tmp_path / "trak"), proj_dim=64, use_cpu=True, feature_dtype=dtype, shard_size=7, budget="fast"
+    )
     attributor = TrakAttributor(tiny_bert(), config, rows).featurize()
     exam = sentences(29).select(range(24, 29))
     scored = attributor.attribute(exam, top_k=5)
@@ -114,7 +116,9 @@ def test_attribute_gives_the_same_bits(tmp_path: Path, dtype: str) -> None:
     assert set(listed.column("row_id").to_pylist()) == {row for row in range(24) if row % 3}
     again = TrakAttributor(
         attributor.model,
-        TrakConfig(**{**vars(config), "output_dir": str(read_tables([path], tmp_path / "again").output_dir)}),
+        TrakConfig(
+            budget="fast", **{**vars(config), "output_dir": str(read_tables([path], tmp_path / "again").output_dir)}
+        ),
         rows,
     )
     assert again.attribute(exam, top_k=5)["trak_scores"][:] == scored["trak_scores"][:]

@@ -104,7 +104,7 @@ def test_a_task_is_named_instead_of_a_function() -> None:
 
 def test_a_table_is_refused_with_the_conversion(tmp_path: Path) -> None:
     table = pd.DataFrame({"pixels": [[0.0] * 6] * 4, "labels": [0, 1, 2, 0]})
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True, budget="fast")
     with pytest.raises(TypeError, match=r"`train_dataset` is a DataFrame.*Dataset\.from_pandas\(frame"):
         TrakAttributor(Network(), config, table, task="image_classification")
     converted = Dataset.from_pandas(table, preserve_index=False)

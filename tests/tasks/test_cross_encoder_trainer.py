@@ -49,7 +49,7 @@ def trainer_of(directory: Path, loss: Any, rows: dict[str, Any], **options: Any)
 def attributor(directory: Path, trainer: Any, **options: Any) -> TrakAttributor:
     config = TrakConfig(
         str(directory / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True,
-        per_device_batch_size=4,
+        per_device_batch_size=4, budget="fast",
     )  # fmt: skip
     return TrakAttributor.from_trainer(trainer, config, **options)
 
@@ -90,7 +90,7 @@ def test_a_training_and_the_lines_of_the_readme(tmp_path: Path) -> None:
     rows = columns(24, "one", "two") | {"label": [float(i % 2) for i in range(24)]}
     trainer = trainer_of(tmp_path, losses.BinaryCrossEntropyLoss(model), rows, learning_rate=1e-3)
     trainer.train()
-    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True)
+    config = TrakConfig(str(tmp_path / "trak"), proj_dim=256, use_cpu=True, budget="fast")
 
     attributor = TrakAttributor.from_trainer(trainer, config)
     attributor.featurize()

@@ -93,7 +93,9 @@ def trainer_of(name: str, tmp_path: Path, adapted: bool = False, **options: Any)
 
 
 def attributor_of(trainer: Any, tmp_path: Path, **options: Any) -> TrakAttributor:
-    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=64, use_cpu=True, per_device_batch_size=4)
+    config = TrakConfig(
+        output_dir=str(tmp_path / "trak"), proj_dim=64, use_cpu=True, per_device_batch_size=4, budget="fast"
+    )
     return TrakAttributor.from_trainer(trainer, config, **options)
 
 

@@ -195,7 +195,9 @@ CASES: dict[str, Any] = {
 
 
 def config(tmp_path: Path, **options: Any) -> TrakConfig:
-    return TrakConfig(str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, **options)
+    return TrakConfig(
+        str(tmp_path / "trak"), proj_type="none", feature_dtype="float32", use_cpu=True, budget="fast", **options
+    )
 
 
 def alone(trainer: Any, row: int) -> Tensor:

@@ -40,7 +40,7 @@ def random_targets(count):
 
 
 def attributor_of(trainer, path, **options):
-    args = TrakConfig(str(path / "trak"), proj_dim=64, per_device_batch_size=4, **options)
+    args = TrakConfig(str(path / "trak"), proj_dim=64, per_device_batch_size=4, budget="fast", **options)
     return TrakAttributor.from_trainer(trainer, args, task="image_classification")
 
 
@@ -150,11 +150,11 @@ def test_what_cannot_be_replayed_is_refused(trained, tmp_path):
         Replay(rows=0)
     with pytest.raises(ValueError, match="'fisher'"):
         Replay(form="fisher")
-    args = TrakConfig(str(tmp_path / "other"), proj_dim=64)
+    args = TrakConfig(str(tmp_path / "other"), proj_dim=64, budget="fast")
     own = TrakAttributor(trained.model, args, Rows(), task="image_classification")
     with pytest.raises(HfTrakError, match="from_trainer"):
         own.attribute(targets, method="replay")
-    args = TrakConfig(str(tmp_path / "lossless"), proj_dim=64)
+    args = TrakConfig(str(tmp_path / "lossless"), proj_dim=64, budget="fast")
     lossless = TrakAttributor.from_trainer(trained, args, task=lambda output, batch: output["logits"][:, 0])
     with pytest.raises(TypeError, match="per_sample_loss"):
         lossless.attribute(targets, method="replay")
