@@ -115,7 +115,7 @@ def scores_of(
         )  # fmt: skip
         task = DiffusionModelOutput(scheduler, function, timesteps=STEPS)
         made = TrakAttributor(model, config, train, task=task).featurize()
-        found = made.attribute(targets, top_k=None).with_format("numpy")["trak_scores"][:]
+        found = made.attribute(targets, top_k=None, method="index").with_format("numpy")["trak_scores"][:]
         total["TRAK"] = total["TRAK"] + np.asarray(found).T
         features = torch.cat([shard.grads for shard in made.features.store.train(0)]).double()
         wanted = TrakAttributor(

@@ -116,7 +116,7 @@ def attribute(checkpoints: list[nn.Module], **options: Any) -> np.ndarray:
         models = [WithNames(network) for network in checkpoints]
         attributor = TrakAttributor(models[0], config, train_dataset=rows(0, N_TRAIN), task="image_classification")
         attributor.featurize(models)
-        scored = attributor.attribute(rows(N_TRAIN, N_TRAIN + N_TEST), top_k=None)
+        scored = attributor.attribute(rows(N_TRAIN, N_TRAIN + N_TEST), top_k=None, method="index")
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).T
 
 

@@ -92,7 +92,7 @@ def run(case: str) -> dict[str, float]:
         clock = time.perf_counter(), time.process_time()
         attributor = TrakAttributor(model, config, rows, collator, task=task)
         attributor.featurize()
-        scores = attributor.attribute(targets)
+        scores = attributor.attribute(targets, method="index")
         lap("first score", clock)
     assert len(scores) == len(targets)
     return seconds

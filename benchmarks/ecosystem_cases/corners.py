@@ -98,7 +98,7 @@ def merged(directory: Path, args: TrakConfig) -> TrakAttributor:
     model.merge_adapter()
     given = Dataset.from_dict({"input_ids": token_rows(6)})
     own = by_loss(of_plain_trainer(model, args, given, plain)).featurize()
-    own.attribute(given)
+    own.attribute(given, method="index")
     return own
 
 

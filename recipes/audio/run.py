@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
-    scored = attributor.attribute(targets, top_k=args.top_k)
+    scored = attributor.attribute(targets, top_k=args.top_k, method="index")
     write_report(attributor, args.output_dir, attributor.self_influence(), label_names=KINDS)
 
     wrong = np.asarray(rows["mislabelled"][:])

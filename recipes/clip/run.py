@@ -176,7 +176,7 @@ def find_swapped(attributor: TrakAttributor, train: Dataset, data: DataArguments
     swapped = [row for row, mark in enumerate(train[SWAPPED]) if mark]
     probes = train.select(swapped).remove_columns([data.caption_column, SWAPPED])
     probes = probes.rename_column(TRUE_CAPTION, data.caption_column)
-    harmful = attributor.attribute(probes, top_k=top_k, name="swapped")["trak_harmful_indices"]
+    harmful = attributor.attribute(probes, top_k=top_k, method="index", name="swapped")["trak_harmful_indices"]
     ranks = [
         list(found).index(row) if row in list(found) else None for row, found in zip(swapped, harmful, strict=True)
     ]

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     task = DiffusionModelOutput(SCHEDULE, args.function, timesteps=args.timesteps)
     attributor = TrakAttributor(model, config, rows, task=task).featurize()
-    scored = attributor.attribute(targets, top_k=args.top_k)
+    scored = attributor.attribute(targets, top_k=args.top_k, method="index")
     write_report(attributor, args.output_dir, label_column="marked", label_names=["without a mark", "marked"])
 
     found = shares(scored, rows)

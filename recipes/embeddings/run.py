@@ -154,9 +154,9 @@ def main(argv: list[str] | None = None) -> None:
     # Targets ask why their negative is found instead of their positive.
     task = EmbeddingPairsModelOutput(trainer.loss.scale, batch_size=BATCH_SIZE, target="negatives")
     attributor = TrakAttributor.from_trainer(trainer, config, task).featurize()
-    scored = attributor.attribute(targets, top_k=args.top_k)
+    scored = attributor.attribute(targets, top_k=args.top_k, method="index")
     write_report(attributor, args.output_dir)
-    together = attributor.attribute(targets, top_k=args.top_k, group_by="all")
+    together = attributor.attribute(targets, top_k=args.top_k, method="index", group_by="all")
 
     planted = np.asarray(rows["planted"][:])
     found = {

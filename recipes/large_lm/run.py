@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         model, replace(trak, output_dir=str(output_dir / "trak")), train_dataset=train, task="causal_lm"
     )
     attributor.featurize(None if args.checkpoint is None else [args.checkpoint])
-    scored = attributor.attribute(targets, top_k=min(args.top_k, len(train)))
+    scored = attributor.attribute(targets, top_k=min(args.top_k, len(train)), method="index")
     if processes.is_main_process:
         finish(args, output_dir, train, scored, model)
     processes.wait_for_everyone()

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         lambda_relative=0.1, seed=args.seed, per_device_batch_size=32, use_cpu=args.use_cpu,
     )  # fmt: skip
     attributor = TrakAttributor.from_trainer(trainer, config).featurize()
-    scored = attributor.attribute(targets, top_k=args.top_k)
+    scored = attributor.attribute(targets, top_k=args.top_k, method="index")
     write_report(attributor, args.output_dir)
 
     planted = np.asarray(rows["planted"][:])

@@ -75,7 +75,7 @@ def featurize(args: argparse.Namespace) -> None:
 
 
 def score(args: argparse.Namespace) -> None:
-    scored = attributor(args).attribute(data()[1], top_k=args.top_k)
+    scored = attributor(args).attribute(data()[1], top_k=args.top_k, method="index")
     scored.save_to_disk(str(args.output_dir / "scored"))
     print(f"{len(scored)} targets with their top {args.top_k} training rows in {args.output_dir / 'scored'}")
 

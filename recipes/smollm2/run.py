@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     attributor = TrakAttributor.from_trainer(trainer, config, "causal_lm")
     said = attributor.predict(Dataset.from_dict({"text": list(QUESTIONS)}), max_new_tokens=4)
     attributor.featurize()
-    scored = with_words(attributor.features, attributor.attribute(said, top_k=args.top_k))
+    scored = with_words(attributor.features, attributor.attribute(said, top_k=args.top_k, method="index"))
     write_report(attributor, args.output_dir)
 
     false = np.asarray(rows["false"][:])

@@ -27,7 +27,7 @@ def attribute(job: Job, clock: Clock) -> Scores:
         return TrakAttributor(job.models[0], config, train, task=job.case.task)
 
     def score(own: TrakAttributor) -> np.ndarray:
-        scored = own.attribute(targets, top_k=None, name="targets", checkpoints=job.models)
+        scored = own.attribute(targets, top_k=None, name="targets", checkpoints=job.models, method="index")
         return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.copy()
 
     own = attributor()

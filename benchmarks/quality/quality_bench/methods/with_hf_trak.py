@@ -117,7 +117,7 @@ def attributor(job: Job, model: nn.Module, loss: bool, **options: Any) -> TrakAt
 
 def library_scores(own: TrakAttributor, job: Job, checkpoints: list[nn.Module]) -> np.ndarray:
     """All scores `(n, m)`, float64."""
-    scored = own.attribute(job.case.targets, top_k=None, name=_TARGETS, checkpoints=checkpoints)
+    scored = own.attribute(job.case.targets, top_k=None, name=_TARGETS, checkpoints=checkpoints, method="index")
     return np.stack(scored.with_format("numpy")["trak_scores"][:]).T.astype(np.float64)
 
 
