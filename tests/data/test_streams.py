@@ -54,7 +54,8 @@ def test_scores_are_those_of_the_stored_rows(num_workers: int, tmp_path: Path) -
     results = []
     for name, train in (("stored", Dataset.from_list(rows(20))), ("stream", StreamedRows(stream(30), 20))):
         config = TrakConfig(
-            output_dir=str(tmp_path / name), proj_type="none", shard_size=6, use_cpu=True, per_device_batch_size=4, budget="fast",
+            output_dir=str(tmp_path / name), proj_type="none", shard_size=6, use_cpu=True, per_device_batch_size=4,
+            budget="fast",
         )  # fmt: skip
         attributor = TrakAttributor(Net(), config, train_dataset=train, task="image_classification")
         attributor.features.num_workers = num_workers
