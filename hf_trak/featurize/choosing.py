@@ -22,7 +22,7 @@ from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import shortages
-from hf_trak.featurize.pricing import Price, has_record, is_fitted, price
+from hf_trak.featurize.pricing import Price, has_record, price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
@@ -193,7 +193,7 @@ def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int])
     index = _of_bank(model, Index())[1]
     found = [_of_bank(model, one) for one in methods if possible(model, one)]
     better = [one for one in found if one[1] > index]
-    fits = not better or is_fitted(model, checkpoints)
+    fits = not better or all(map(model.store.has_curvature, checkpoints))
     return better if fits or model.processes.broadcast_from_main(lambda: not shortages(model)) else []
 
 

@@ -51,16 +51,10 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
             method = replace(method, steps=min(method.steps, trained_with(model).steps))
     stages = model.estimate(m, len(checkpoints), False, method, run).stages
     extra = {name: one for name, one in stages.items() if name not in _OF_INDEX}
-    if is_fitted(model, checkpoints):
+    if all(map(model.store.has_curvature, checkpoints)):
         extra.pop("curvature", None)
     passes = sum(one.passes for one in extra.values())
     return Price(-(-passes // processes), sum(one.disk for one in extra.values()))
-
-
-def is_fitted(model: FeaturizedModel, checkpoints: list[int]) -> bool:
-    """Tell whether each checkpoint has a curvature."""
-    directory = model.store.output_dir / "curvature"
-    return all((directory / str(one) / "curvature.json").exists() for one in checkpoints)
 
 
 def has_record(model: FeaturizedModel, name: str = "run") -> bool:

@@ -121,7 +121,7 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     assert Exact("ekfac") in taken([0])
     monkeypatch.setattr(choosing, "shortages", lambda model: ["100 GiB of memory"])
     assert taken([0]) == [Index()]
-    monkeypatch.setattr(choosing, "is_fitted", lambda model, ids: True)
+    monkeypatch.setattr(type(features.store), "has_curvature", lambda store, model_id: True)
     assert Exact("ekfac") in taken([0])
     features.scored_by = object()  # type: ignore[assignment]
     assert taken([0]) == [Index()]

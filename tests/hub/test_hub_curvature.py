@@ -143,7 +143,8 @@ def test_the_same_scores_elsewhere(hub: Hub, published: Files, made: Path, tmp_p
     assert all(published[name] == (made / name).read_bytes() for name in names) and len(names) == 10
     elsewhere = load(output_dir=str(tmp_path / "work"))
     assert elsewhere.args.curvature == CurvatureConfig(rows=9, damping=0.3, labels="empirical")
-    elsewhere.attribute(rows(100, M))
+    elsewhere.attribute(rows(100, M), method="index")
+    assert elsewhere.features.store.has_curvature(0) and elsewhere.features.store.has_curvature(1)
     assert not hub.downloads("curvature")
     assert np.array_equal(full(elsewhere, method="exact"), expected())
     assert sorted(hub.downloads("curvature")) == names
@@ -210,7 +211,7 @@ def test_a_copy_without_the_curvature(hub: Hub, published: Files, tmp_path: Path
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(data)
     elsewhere = load(str(copy), output_dir=str(tmp_path / "work"))
-    elsewhere.attribute(rows(100, M))
+    elsewhere.attribute(rows(100, M), method="index")
     with pytest.raises(IncompleteStoreError, match=r"curvature\.json is missing.*Pull or clone it again"):
         full(elsewhere, method="exact")
 

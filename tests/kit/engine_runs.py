@@ -78,7 +78,9 @@ def exam() -> Any:
 def table_index(place: Path, dtype: str) -> TableIndex:
     """Featurize a tiny model, ask, and divide the table into files, whose names are not in the order of the rows."""
     rows = sentences(N)
-    config = TrakConfig(str(place / "trak"), proj_dim=64, use_cpu=True, feature_dtype=dtype, shard_size=SHARD)
+    config = TrakConfig(
+        str(place / "trak"), proj_dim=64, use_cpu=True, budget="fast", feature_dtype=dtype, shard_size=SHARD
+    )
     model = tiny_bert()
     attributor = TrakAttributor(model, config, rows).featurize()
     scored = attributor.attribute(exam(), top_k=TOP_K)

@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_attribute_and_leaves_no_file(session: IndexSession
     found = session.ask(Question(TARGET))
     assert files_below(attributor.args.output_dir) == before
     rows = session._prepare(session.form.row(TARGET))
-    expected = attributor.attribute(rows, top_k=None)[0]["trak_scores"]
+    expected = attributor.attribute(rows, top_k=None, method="index")[0]["trak_scores"]
     assert np.allclose(found.scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     assert found.whole and len(found.rows) == N
     helped, harmed = found.ends(5, None)
