@@ -117,6 +117,7 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     def taken(ids: list[int]) -> list[AnyMethod]:
         return [one.method for one in choosing.options(features, 4, ids, 5, None, False).options]
 
+    monkeypatch.setattr(type(features.store), "has_curvature", lambda store, model_id: False)
     monkeypatch.setattr(choosing, "shortages", lambda model: [])
     assert Exact("ekfac") in taken([0])
     monkeypatch.setattr(choosing, "shortages", lambda model: ["100 GiB of memory"])

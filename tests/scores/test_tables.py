@@ -116,9 +116,7 @@ def test_attribute_gives_the_same_bits(tmp_path: Path, dtype: str) -> None:
     assert set(listed.column("row_id").to_pylist()) == {row for row in range(24) if row % 3}
     again = TrakAttributor(
         attributor.model,
-        TrakConfig(
-            budget="fast", **{**vars(config), "output_dir": str(read_tables([path], tmp_path / "again").output_dir)}
-        ),
+        TrakConfig(**{**vars(config), "output_dir": str(read_tables([path], tmp_path / "again").output_dir)}),
         rows,
     )
     assert again.attribute(exam, top_k=5)["trak_scores"][:] == scored["trak_scores"][:]
