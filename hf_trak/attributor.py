@@ -525,7 +525,8 @@ class TrakAttributor:
             With `part`, there is the column `target_mask` of the part.
             With `per_token`, there are `trak_token_positions`, `trak_token_scores` and `trak_harmful_token_scores`:
             `scored[j]["trak_token_scores"][r][t]` is the part of `scored[j]["trak_scores"][r]` that comes from the
-            label at `scored[j]["trak_token_positions"][t]`. The parts add up to the score.
+            label at `scored[j]["trak_token_positions"][t]`. The parts add up to the score, those of refined targets to
+            within the tolerance of the refinement.
 
         Raises:
             IncompleteStoreError: nothing is featurized yet, or a checkpoint only in part.
@@ -557,7 +558,7 @@ class TrakAttributor:
                 batches = self.features.featurizer().batches(eval_dataset, "target")
                 singles = single_labels(self.task, batches, eval_dataset)
             listed = top_k if per == "target" and not per_token else None
-            chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed)
+            chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed, per_token)
             scored = self._attributed(chosen, question, top_k, per)
             if not per_token:
                 return scored
@@ -592,6 +593,7 @@ class TrakAttributor:
         checkpoints: Checkpoints = None,
         group_by: GroupBy | None = None,
         top_k: int | None = None,
+        per_token: bool = False,
     ) -> tuple[Any, Question]:
         """Check what is asked, and choose the method of `"auto"`.
 
@@ -609,7 +611,7 @@ class TrakAttributor:
 
         asked = question()
         if method == "auto":
-            chosen = choose(features, asked, top_k)
+            chosen = choose(features, asked, top_k, per_token)
             asked = question() if isinstance(chosen, Replay) else asked
         return chosen, asked
 

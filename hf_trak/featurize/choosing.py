@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import shortages
 from hf_trak.featurize.pricing import Price, has_record, price
 from hf_trak.featurize.question import Question
-from hf_trak.methods import AnyMethod, Exact, Index, Replay, Rerank
+from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.runtime.checks import byte_size
 from hf_trak.runtime.progress import duration, say
@@ -113,13 +113,15 @@ class Options:
         return f"{text} Better: {best.text(self.rate, self.featurizing)}."
 
 
-def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> AnyMethod:
+def choose(model: FeaturizedModel, question: Question, top_k: int | None, per_token: bool = False) -> AnyMethod:
     """Choose the method of `"auto"`, and say so. All processes call this together.
 
     Args:
         model: the featurized model.
         question: the targets.
         top_k: rows to return for each target, where no other scores are needed.
+        per_token: whether scores are broken down into parts that add up, which those of refined targets do not, since
+            conjugate gradients end at a tolerance.
 
     Raises:
         StoreError: a calibration or a record is damaged.
@@ -129,6 +131,8 @@ def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> Any
     if budget == "fast" and model in _told:
         return Index() if calibration is None else calibration.index
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
+    if per_token:
+        found = replace(found, options=tuple(one for one in found.options if not _is_refined(one.method)))
     chosen = found.within(budget)
     if model.processes.is_main_process:
         if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
@@ -137,6 +141,11 @@ def choose(model: FeaturizedModel, question: Question, top_k: int | None) -> Any
             say(logger, found.line(chosen, budget))
     _told[model] = chosen.method
     return chosen.method
+
+
+def _is_refined(method: AnyMethod) -> bool:
+    parts = method.methods if isinstance(method, Combination) else (method,)
+    return any(isinstance(one, Exact | Rerank) and one.refine is not None for one in parts)
 
 
 def options(

@@ -63,7 +63,7 @@ def test_tables_have_the_recorded_ridge(home: Path, tmp_path: Path) -> None:
     rows = ["--model", f"{home}/model", "--train_dataset", f"{home}/rows", "--use_cpu", "--lambda_relative", "3"]
     assert main(["featurize", "--output_dir", f"{tmp_path}/trak", "--proj_dim", str(K), *rows]) == 0
     assert main(["export", f"{tmp_path}/trak", "--to", f"{tmp_path}/tables"]) == 0
-    asked = ["--eval_dataset", f"{home}/rows", "--max_eval_samples", "3"]
+    asked = ["--eval_dataset", f"{home}/rows", "--max_eval_samples", "3", "--method", "index"]
     assert main(["attribute", "--output_dir", f"{tmp_path}/trak", *asked]) == 0
     index = ["--index", f"{tmp_path}/tables", "--model", f"{home}/model", "--use_cpu"]
     assert main(["attribute", *index, "--output_dir", f"{tmp_path}/work", *asked]) == 0
@@ -73,7 +73,17 @@ def test_tables_have_the_recorded_ridge(home: Path, tmp_path: Path) -> None:
 
 def test_tables_are_asked_in_place(home: Path, tmp_path: Path) -> None:
     assert main(["export", f"{home}/trak", "--to", f"{tmp_path}/tables"]) == 0
-    rows = ["--eval_dataset", f"{home}/rows", "--max_eval_samples", "3", "--name", "asked", "--json"]
+    rows = [
+        "--eval_dataset",
+        f"{home}/rows",
+        "--max_eval_samples",
+        "3",
+        "--method",
+        "index",
+        "--name",
+        "asked",
+        "--json",
+    ]
     assert main(["attribute", "--output_dir", f"{home}/trak", *rows]) == 0
     asked = ["attribute", "--index", f"{tmp_path}/tables", "--model", f"{home}/model", "--checkpoints", *given(home)]
     assert main([*asked, "--output_dir", f"{tmp_path}/work", "--use_cpu", *rows]) == 0

@@ -118,7 +118,7 @@ def test_time_is_measured_on_the_rows(nets, tmp_path, monkeypatch):
         return features(self, rows, *args, **kwargs)
 
     monkeypatch.setattr(Featurizer, "features_of", slow)
-    monkeypatch.setattr("hf_trak.featurize.featurized.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_trak.runtime.progress.time.perf_counter", lambda: now[0])
     attributor = make(nets[0], tmp_path, digits(0, N_TRAIN))
     measured = attributor.estimate(eval_dataset=9, checkpoints=2, measure=True)
     assert measured.rows_per_second == pytest.approx(1.0)
