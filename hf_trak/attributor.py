@@ -1004,8 +1004,8 @@ class TrakAttributor:
             [`~TrakAttributor.attribute`].
 
         Raises:
-            TypeError: the dataset has a transform or is no `datasets.Dataset`, or the task has no prediction that
-                could be a label.
+            TypeError: the dataset is no `datasets.Dataset`, or has a transform that makes labels of no stored column
+                of labels, or the task has no prediction that could be a label.
             ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
         """
         return predicted_rows(self.features, dataset, generation)

@@ -41,30 +41,49 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
         The rows with predicted labels, and [`PREDICTED`].
 
     Raises:
-        TypeError: the dataset is no `datasets.Dataset`, or the task has no prediction that could be a label.
+        TypeError: the dataset is no `datasets.Dataset`, or has a transform that makes labels of no stored column of
+            labels, or the task has no prediction that could be a label.
         ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
     """
     row_count(dataset, "dataset")
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-        given = "one with a transform" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
-        raise TypeError(
-            f"`dataset` is {given}. Expected a `datasets.Dataset` without a transform, whose labels are replaced. "
-            "Apply the transform with `map`, or put the model's predictions into the rows yourself."
-        )
+    if not isinstance(dataset, Dataset):
+        raise _unlabelled(f"a {type(dataset).__name__}")
     task = _task_of_targets(model)
+    transformed = dataset.format["type"] == "custom"
+    if transformed and not (isinstance(task, ClassificationModelOutput) and _label_column(dataset)):
+        raise _unlabelled("one with a transform")
     if isinstance(task, ClassificationModelOutput):
         if generation:
             raise ValueError(
                 f"The options {sorted(generation)} are given for a classifier, which generates nothing. Expected "
                 "none. Leave them out."
             )
-        return _classified(model, dataset)
+        found = _classified(model, dataset)
+        if transformed:
+            found = found.with_transform(**dataset.format["format_kwargs"])
+            said, read = found.with_format(None)[0][_label_column(found)], found[0]
+            if said not in (read.get(name) for name in LABEL_NAMES):
+                raise _unlabelled("one with a transform that does not pass on labels")
+        return found
     if isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) and hasattr(model.model, "generate"):
         return _generated(model, dataset, generation)
     raise TypeError(
         f"The task is {type(task).__name__}. Expected one of images, texts or language models, whose predictions are "
         "labels. Put predictions into the rows yourself."
     )
+
+
+def _unlabelled(given: str) -> TypeError:
+    return TypeError(
+        f"`dataset` is {given}. Expected a `datasets.Dataset`, whose labels are replaced: stored as 'labels' or 'label' "
+        "where it has a transform. Apply the transform with `map`, or put the model's "
+        "predictions into the rows yourself."
+    )
+
+
+def _label_column(dataset: Dataset) -> str:
+    """Name the column of labels; empty without any."""
+    return next((name for name in LABEL_NAMES if name in dataset.column_names), "")
 
 
 def _task_of_targets(model: FeaturizedModel) -> Any:
@@ -85,7 +104,8 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
         found |= dict(zip(rows, classes, strict=True))
     labels = [found[row] for row in range(len(dataset))]  # batches may come in another order, by sizes of images
-    own = next((name for name in LABEL_NAMES if name in dataset.column_names), LABEL_NAMES[0])
+    dataset = dataset.with_format(None)
+    own = _label_column(dataset) or LABEL_NAMES[0]
     names = getattr(getattr(model.model, "config", None), "id2label", None) or {}
     kept = dataset.remove_columns([name for name in (own, PREDICTED) if name in dataset.column_names])
     said = [str(names.get(label, label)) for label in labels]
@@ -94,7 +114,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
 
 def _with_some_label(dataset: Dataset) -> Dataset:
     """Give rows without labels one, which a batch needs and a forward pass does not read."""
-    if any(name in dataset.column_names for name in LABEL_NAMES):
+    if _label_column(dataset):
         return dataset
     return dataset.add_column(LABEL_NAMES[0], [0] * len(dataset))
 

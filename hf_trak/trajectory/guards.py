@@ -60,7 +60,7 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
         elif method.products == "hessian":
-            remedy = "Take `form='gauss-newton'`"
+            remedy = "Take `Replay(of='run', form='gauss-newton')`"
         else:
             remedy = "Take `of='recipe'`, or compare with retraining"
         texts.append(

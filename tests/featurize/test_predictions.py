@@ -39,8 +39,21 @@ def test_classes(tmp_path: Path) -> None:
     assert share > 0.8, "what speaks for a class are rows of this class"
     with pytest.raises(ValueError, match="generates nothing"):
         own.predict(rows, max_new_tokens=3)
-    with pytest.raises(TypeError, match="one with a transform"):
-        own.predict(rows.with_transform(lambda row: row))
+    stored = wrong.rename_columns({"pixel_values": "image", "labels": "label"})
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"pixel_values": batch["image"], "labels": batch["label"]}
+
+    said = own.predict(stored.with_transform(transform))
+    assert [row["labels"] for row in said] == expected and said.with_format(None)["source"] == rows["source"]
+    assert own.attribute(said, top_k=1, name="said")["trak_indices"][:] == same["trak_indices"][:]
+
+    def without_stored_labels(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"pixel_values": batch["image"], "labels": [99] * len(batch["image"])}
+
+    for given in (stored.rename_columns({"label": "digit"}), stored):
+        with pytest.raises(TypeError, match="one with a transform"):
+            own.predict(given.with_transform(without_stored_labels))
 
 
 @pytest.fixture
