@@ -75,9 +75,9 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
 
 def _unlabelled(given: str) -> TypeError:
     return TypeError(
-        f"`dataset` is {given}. Expected a `datasets.Dataset`, whose labels are replaced: stored as 'labels' or 'label' "
-        "where it has a transform. Apply the transform with `map`, or put the model's "
-        "predictions into the rows yourself."
+        f"`dataset` is {given}. Expected a `datasets.Dataset`, whose labels are replaced: stored as 'labels' or "
+        "'label' where it has a transform. Apply the transform with `map`, or put the model's predictions into the "
+        "rows yourself."
     )
 
 
