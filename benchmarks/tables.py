@@ -4,11 +4,11 @@
 
 Both sides take turns; the table has medians of processor seconds with one thread.
 
-    python benchmarks/tables.py --in_place /tmp/tables --sizes 100000 1000000 10000000 --engines local ray spark
+    python benchmarks/tables.py --in_place /tmp/tables --sizes 100000 1000000 10000000 --engines ray --repeats 3
 
-writes tables of so many rows into a directory, scores them in place, as `attribute` does and by engines with two
-workers each, and reads their bytes beside it. Processor seconds are those of all processes. The directory is removed
-at the end.
+writes tables of so many rows into a directory, scores them in place, as `attribute` does and by an engine with two
+workers, and reads their bytes beside it. Processor seconds are those of all processes, medians. The directory is
+removed at the end. For Spark, `JAVA_HOME` is set.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Usage(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.stopped, self.peak = threading.Event(), 0
+        self.stopped, self.peak, self.seconds = threading.Event(), 0, 0.0
         self.start()
 
     def run(self) -> None:
@@ -106,11 +106,12 @@ class Usage(threading.Thread):
         while not ended:
             ended = self.stopped.wait(1)
             self.peak = max(self.peak, sum(map(memory, alive())))
+        self.seconds = time.thread_time()
 
-    def stop(self) -> int:
+    def stop(self) -> None:
+        """Measure once more, and end."""
         self.stopped.set()
         self.join()
-        return self.peak
 
 
 def alive() -> list[psutil.Process]:
@@ -136,8 +137,9 @@ def measured(call: Callable[[], Any]) -> tuple[float, float, int]:
     """Return the processor seconds of a call in all processes, the wall seconds, and the peak memory."""
     usage, begun, wall = Usage(), used(), time.perf_counter()
     call()
-    seconds, wall = used() - begun, time.perf_counter() - wall
-    return seconds, wall, usage.stop()
+    wall = time.perf_counter() - wall
+    usage.stop()
+    return used() - begun - usage.seconds, wall, usage.peak
 
 
 def ray_engine(directory: Path) -> Engine:
@@ -166,13 +168,13 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
 }
 
 
-def in_place(directory: Path, sizes: list[int], dim: int, m: int, engines: list[str]) -> None:
+def in_place(directory: Path, sizes: list[int], dim: int, m: int, engines: list[str], repeats: int) -> None:
     """Print what it takes to find the best rows of tables in place, beside reading their bytes."""
     targets = ScaledRows.of(torch.randn(m, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
     directory.mkdir(parents=True)
     started = dict[str, Engine]()
     try:
-        write_rows(directory / "first.parquet", 4 * PART_BYTES // (dim // 2), dim)  # some parts for each worker
+        write_rows(directory / "first.parquet", 2 * PART_BYTES // (dim // 2), dim)  # some parts for each worker
         first = TableStore.over(Tables.find([directory / "first.parquet"]), directory / "first").train(0)
         for name in engines:
 
@@ -238,7 +240,7 @@ def main() -> None:
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     if given.in_place is not None:
-        in_place(given.in_place, given.sizes, given.proj_dim, given.targets[0], given.engines)
+        in_place(given.in_place, given.sizes, given.proj_dim, given.targets[0], given.engines, given.repeats)
         return
     generator = torch.Generator().manual_seed(0)
     features: Any = torch.randn(given.rows, given.proj_dim, generator=generator)

@@ -1,7 +1,7 @@
 """Features, tables and scores on a Ray cluster, or by two workers of this machine.
 
     python recipes/cluster/run.py                                            # starts two workers here
-    python recipes/cluster/run.py --address auto --workers 64 --parts 1000   # on the head of a cluster
+    python recipes/cluster/run.py --address auto --workers 8 --parts 15   # on the head of a cluster
 
 All nodes see `output_dir`. Replace `digits.py` by your own. See README.md beside this file.
 """
