@@ -6,6 +6,7 @@ the recorded run, or one pass of exact scores. The effect of a row is the change
 
 import copy
 import html
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,8 +40,10 @@ from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
-from hf_trak.runtime.progress import duration
+from hf_trak.runtime.progress import duration, say
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
+
+logger = logging.getLogger(__name__)
 
 SOURCE = "source"
 """The column of training rows that is taken for their source, unless another is named."""
@@ -268,6 +271,10 @@ def effects_of_training(
     question = _question(features, eval_dataset)
     losses, scale = _losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
+    rate, shared = features.rate(), features.processes.num_processes
+    if rate is not None and features.processes.is_main_process:
+        spent = duration(passes * len(rows) / shared / rate)
+        say(logger, f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {spent}.")
     begun = time.monotonic()
     scores = torch.cat([block[:, 0].double() for _, _, block in planned(features, question, chosen).blocks]).numpy()
     seconds, settings = time.monotonic() - begun, dict[str, float]()

@@ -202,9 +202,15 @@ def test_products_of_gradients(run: PlantedRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_a_record_is_scored_exactly(run: PlantedRun, report: TrainingReport, tmp_path: Path) -> None:
+def test_a_run_without_a_record_is_scored_exactly(
+    run: PlantedRun, report: TrainingReport, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     attributor = TrakAttributor.from_trainer(run.trainer, config(tmp_path), "image_classification")
-    found = training_report(attributor.features, run.validation, tmp_path / "page.html", train_group_by="labels")
+    with caplog.at_level("INFO", "hf_trak.report.training"):
+        found = training_report(attributor.features, run.validation, tmp_path / "page.html", train_group_by="labels")
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "hf_trak.report.training"]
+    assert line.startswith("The report takes Exact(curvature='ekfac'), ")
+    assert f"passes over {len(attributor.train_dataset):,} rows: about " in line
     assert found.method.startswith("exact scores") and found.near is None and found.settings == {}
     assert np.corrcoef(found.effects, report.effects)[0, 1] > 0.5
     assert [one.value for one in found.sources] == [one.value for one in found.labels]
