@@ -24,4 +24,5 @@ def run(argv: Sequence[str]) -> None:
     )
     require_run(trak.output_dir, model_args, data)
     found = build(model_args, data, trak, saved).attributor.recommend(wanted.eval_size)
-    answer(asdict(found), str(found).splitlines(), output.json)
+    command = f"hf-trak attribute --output_dir {trak.output_dir} --budget"
+    answer(asdict(found), found.lines(lambda one: f"{command} {one.budget}  # {one.method}"), output.json)

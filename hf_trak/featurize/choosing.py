@@ -7,7 +7,7 @@ In this order: a replay of the recorded run; what calibration has judged; what t
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -283,11 +283,15 @@ class Recommendation:
     note: str
 
     def __str__(self) -> str:
-        lines = []
+        return "\n".join(self.lines(lambda one: one.call))
+
+    def lines(self, call: Callable[[Recommended], str]) -> list[str]:
+        """List the lines of the table, with what to copy for each budget."""
+        found = []
         for one in self.rows:
             disk = f", {byte_size(one.disk)}" if one.disk else ""
-            lines.append(f"{one.budget}: {one.time}{disk}. {one.quality}.\n    {one.call}")
-        return "\n".join([*lines, self.note] if self.note else lines)
+            found += [f"{one.budget}: {one.time}{disk}. {one.quality}.", f"    {call(one)}"]
+        return [*found, self.note] if self.note else found
 
 
 def recommend(model: FeaturizedModel, eval_dataset: Any) -> Recommendation:

@@ -256,6 +256,15 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     assert store["checkpoints"][0]["shards"] == 3
 
 
+def test_recommend_prints_commands(featurized, answer, capsys):
+    found = answer("recommend", "--output_dir", str(featurized))
+    assert [one["budget"] for one in found["rows"]] == ["fast", "balanced", "best"]
+    assert main(["recommend", "--output_dir", str(featurized)]) == 0
+    printed = capsys.readouterr().out
+    assert f"    hf-trak attribute --output_dir {featurized} --budget fast  # Index()" in printed.splitlines()
+    assert "attribute(eval_dataset" not in printed
+
+
 @pytest.mark.slow
 def test_estimate_foretells_what_featurize_writes(featurized, home, answer, capsys):
     config = ["--config", str(home / "run.yaml")]
