@@ -150,10 +150,11 @@ class RunReplay:
             place, digest = self._place(question, self._identity(question, method))
             one = self._targets_of(place / "every-second", range(1), {"replay": digest, "states": "every second"})
             coarse = self._swept(question, [[(range(1), one)]], method, path.thinned())[0].scores
+        warnings = tuple(warnings_of(found, path, method, coarse))
         if self.model.processes.is_main_process:
-            for text in warnings_of(found, path, method, coarse):
+            for text in warnings:
                 logger.warning("%s", text)
-        return PlannedScores(self._identity(question, method), self._blocks(question, found.scores))
+        return PlannedScores(self._identity(question, method), self._blocks(question, found.scores), warnings)
 
     def facts(self, question: Question) -> dict[str, str]:
         """Say what the run was, and how the outputs of targets depend on its learning rates and weight decay.

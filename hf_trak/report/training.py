@@ -137,6 +137,7 @@ class TrainingReport(Result):
         proof ([`LossProof`], *optional*): what two trainings say.
         false_doubts (`float`): share of the rows that lowered the loss whose labels are doubted in the same way, among
             64 of them.
+        warnings (`tuple[str, ...]`): what makes the numbers of a replay doubtful, and the remedy.
     """
 
     loss: float
@@ -155,6 +156,7 @@ class TrainingReport(Result):
     seconds: float
     proof: LossProof | None = None
     false_doubts: float = 0.0
+    warnings: tuple[str, ...] = ()
 
     @property
     def impossible(self) -> str:
@@ -226,6 +228,7 @@ class TrainingReport(Result):
             f"validation loss {self.loss:.4g} over {self.validation_rows:,} rows; {len(self.effects):,} training "
             f"rows, {self.no_effect:.0%} without effect",
             f"by {self.method}: {self.price}",
+            *self.warnings,
             f"raised the loss most: {listed(self.harmful(5))}",
             f"lowered it most: {listed(self.helpful(5))}",
         ]
@@ -276,7 +279,8 @@ def effects_of_training(
         spent = duration(passes * len(rows) / shared / rate)
         say(logger, f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {spent}.")
     begun = time.monotonic()
-    scores = torch.cat([block[:, 0].double() for _, _, block in planned(features, question, chosen).blocks]).numpy()
+    plan = planned(features, question, chosen)
+    scores = torch.cat([block[:, 0].double() for _, _, block in plan.blocks]).numpy()
     seconds, settings = time.monotonic() - begun, dict[str, float]()
     if isinstance(chosen, Replay) and chosen.of == "run":
         changes = RunReplay(features, chosen).sensitivities(question)
@@ -305,6 +309,7 @@ def effects_of_training(
         passes=passes,
         seconds=seconds,
         false_doubts=false_doubts,
+        warnings=plan.warnings,
     )
     harmful_rows = found.harmful(max(1, round(PROVED * len(rows))))
     if make_trainer is None or not harmful_rows:

@@ -52,10 +52,13 @@ class PlannedScores:
             Everything that the numbers depend on, as plain JSON. Results of equal identities have equal bits.
         blocks (`Iterator[ScoreBlock]`):
             The scores, see [`score_blocks`].
+        warnings (`tuple[str, ...]`, *optional*):
+            What to know before the numbers are trusted, with the remedy. The log has it, too.
     """
 
     identity: dict[str, Any]
     blocks: Iterator[ScoreBlock]
+    warnings: tuple[str, ...] = ()
 
 
 class Scorer:

@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 
 from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
+from hf_trak.featurize import run_replaying
 from hf_trak.report import TrainingReport
 from hf_trak.report.training import _has_sources
 from hf_trak.report.training_page import training_report, write_training_report
@@ -100,6 +101,15 @@ def test_a_loss_below_zero_is_called_impossible(run: PlantedRun, report: Trainin
     wild = replace(report, effects=1000 * report.effects)
     assert not report.impossible and "is below 0" in wild.impossible and wild.impossible in str(wild)
     assert wild.impossible in write_training_report(wild, run.attributor.features, tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+def test_what_a_replay_warns_of_is_on_the_page(run: PlantedRun, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_replaying, "warnings_of", lambda *found: ["Weights <every> 9 steps are too few."])
+    found = training_report(run.attributor.features, run.validation, tmp_path / "page.html")
+    assert found.method.startswith("replay") and found.warnings == ("Weights <every> 9 steps are too few.",)
+    assert found.warnings[0] in str(found)
+    assert "Weights &lt;every&gt; 9 steps are too few." in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow
