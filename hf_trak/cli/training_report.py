@@ -74,4 +74,8 @@ def run(argv: Sequence[str]) -> None:
         title=wanted.title,
         examples=wanted.examples,
     )
-    answer({**found.to_dict(), "report": str(path)}, [*str(found).splitlines(), f"Report: {path}"], output.json)
+    answer(
+        {"loss": found.loss, **found.to_dict(), "report": str(path)},
+        [*str(found).splitlines(), f"Report: {path}"],
+        output.json,
+    )

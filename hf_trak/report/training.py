@@ -118,8 +118,7 @@ class TrainingReport(Result):
     """What training rows did to the mean loss of a validation set. `str()` says the most of it in a few lines.
 
     Attributes:
-        loss (`float`): mean loss of the validation set, per row, or per label where rows have several.
-        validation_rows (`int`): number of validation rows.
+        losses (`np.ndarray` of shape `(m,)`): loss of each validation row, or per label where rows have several.
         effects (`np.ndarray` of shape `(n,)`): change of this loss by training on each row. Positive: the row harms.
         sources (`tuple[GroupEffect, ...]`): sources of rows, the most harmful first; empty without any.
         labels (`tuple[GroupEffect, ...]`): labels of rows in the same way.
@@ -138,10 +137,10 @@ class TrainingReport(Result):
         false_doubts (`float`): share of the rows that lowered the loss whose labels are doubted in the same way, among
             64 of them.
         warnings (`tuple[str, ...]`): what makes the numbers of a replay doubtful, and the remedy.
+        earlier (`TrainingReport`, *optional*): that of a training before, such as one whose rows were not fixed yet.
     """
 
-    loss: float
-    validation_rows: int
+    losses: np.ndarray
     effects: np.ndarray
     sources: tuple[GroupEffect, ...]
     labels: tuple[GroupEffect, ...]
@@ -157,6 +156,36 @@ class TrainingReport(Result):
     proof: LossProof | None = None
     false_doubts: float = 0.0
     warnings: tuple[str, ...] = ()
+    earlier: "TrainingReport | None" = None
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss of the validation set."""
+        return float(self.losses.mean())
+
+    @property
+    def compared(self) -> list[tuple[str, str, str]]:
+        """List a name, what was of the earlier training, and what is now; empty without an earlier one."""
+        if (earlier := self.earlier) is None:
+            return []
+        change = mean_interval(self.losses - earlier.losses)
+        found = [
+            (
+                "validation loss",
+                f"{earlier.loss:.4g}",
+                f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})",
+            ),
+            ("training rows", f"{len(earlier.effects):,}", f"{len(self.effects):,}"),
+            ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
+            ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
+        ]
+        for kind, before, after in (
+            ("source", earlier.sources, self.sources),
+            ("label", earlier.labels, self.labels),
+        ):
+            now = {one.value: f"{one.effect:+.3g}" for one in after}
+            found += [(f"{kind} {one.value}", f"{one.effect:+.3g}", now.get(one.value, "no row")) for one in before]
+        return found
 
     @property
     def impossible(self) -> str:
@@ -225,7 +254,7 @@ class TrainingReport(Result):
             return ", ".join(f"row {row} ({self.effects[row]:+.3g})" for row in rows) or "no row"
 
         lines = [
-            f"validation loss {self.loss:.4g} over {self.validation_rows:,} rows; {len(self.effects):,} training "
+            f"validation loss {self.loss:.4g} over {len(self.losses):,} rows; {len(self.effects):,} training "
             f"rows, {self.no_effect:.0%} without effect",
             f"by {self.method}: {self.price}",
             *self.warnings,
@@ -239,6 +268,7 @@ class TrainingReport(Result):
         lines += [self.rough_doubts] if self.rough_doubts else []
         lines += [f"10 % more {name} changes the loss by {change:+.3g}" for name, change in self.settings.items()]
         lines += [self.impossible] if self.impossible else []
+        lines += [f"{name}: {before} before, {now} now" for name, before, now in self.compared]
         return "\n".join([*lines, *([] if self.proof is None else [str(self.proof)])])
 
 
@@ -248,16 +278,18 @@ def effects_of_training(
     method: Method = "auto",
     train_group_by: GroupBy | None = None,
     make_trainer: Callable[[Any, int], Any] | None = None,
+    earlier: TrainingReport | None = None,
 ) -> TrainingReport:
     """Compute the content of a report, see [`~hf_trak.report.training_report`]. All processes call this.
 
     Args:
         features: the model after the training, and its training rows.
-        eval_dataset, method, train_group_by, make_trainer: as there.
+        eval_dataset, method, train_group_by, make_trainer, earlier: as there.
 
     Raises:
         TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
-        ValueError: the method is neither exact nor a replay, or the training rows cannot be grouped.
+        ValueError: the method is neither exact nor a replay, the training rows cannot be grouped, or the earlier
+            report has other validation rows.
         All that the method raises.
     """
     rows = features.train_dataset
@@ -273,6 +305,11 @@ def effects_of_training(
     features = _with_labels(features.as_trained("training_report"))
     question = _question(features, eval_dataset)
     losses, scale = _losses(features, eval_dataset)
+    if earlier is not None and len(earlier.losses) != len(losses):
+        raise ValueError(
+            f"The earlier report has {len(earlier.losses):,} validation rows, and `eval_dataset` has {len(losses):,}. "
+            "Expected the same rows, whose losses are compared. Pass those of that report."
+        )
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
     rate, shared = features.rate(), features.processes.num_processes
     if rate is not None and features.processes.is_main_process:
@@ -294,8 +331,7 @@ def effects_of_training(
     doubted, false_doubts = doubted_labels(features, harmful, np.flatnonzero(effects < 0), exact)
     repeated = repeated_rows(rows, column)
     found = TrainingReport(
-        loss=float(losses.mean()),
-        validation_rows=len(losses),
+        losses=losses,
         effects=effects,
         sources=() if sources is None else _of_groups(sources, effects, rows.features.get(sources.column)),
         labels=() if labels is None else _of_groups(labels, effects, kind),
@@ -310,6 +346,7 @@ def effects_of_training(
         seconds=seconds,
         false_doubts=false_doubts,
         warnings=plan.warnings,
+        earlier=earlier,
     )
     harmful_rows = found.harmful(max(1, round(PROVED * len(rows))))
     if make_trainer is None or not harmful_rows:

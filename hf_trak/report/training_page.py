@@ -51,6 +51,7 @@ def training_report(
     method: Method = "auto",
     train_group_by: GroupBy | None = None,
     make_trainer: Callable[[Any, int], Any] | None = None,
+    earlier: TrainingReport | None = None,
     **options: Any,
 ) -> TrainingReport:
     """Report what the training rows did to the validation loss: rows, sources, labels, duplicates, and a proof.
@@ -73,6 +74,9 @@ def training_report(
         make_trainer (`Callable`, *optional*):
             Proves it: one training without the 5 % of the rows that raised the loss most, and one without as many
             random ones, by `make_trainer(rows, seed)` as in [`~hf_trak.TrakAttributor.verify_replay`].
+        earlier (`TrainingReport`, *optional*):
+            The report of a training before, such as the one whose rows [`~hf_trak.evaluation.fixed_dataset`] has
+            fixed since. The page compares both on the same validation rows.
         options:
             Fields of [`~hf_trak.report.ReportOptions`], such as `title` and `examples`.
 
@@ -82,13 +86,14 @@ def training_report(
 
     Raises:
         TypeError: the task has no loss of every row, or the training rows are no `datasets.Dataset`.
-        ValueError: the method is another one, a column does not exist, or the trainer's loss cannot be masked.
-        ImportError: jinja2, or scipy for a proof, is not installed.
+        ValueError: the method is another one, a column does not exist, the trainer's loss cannot be masked, or the
+            earlier report has other validation rows.
+        ImportError: jinja2, or scipy for a proof or a comparison, is not installed.
         StoreError: the file cannot be written.
         All that [`~hf_trak.TrakAttributor.attribute`] raises.
     """
     shown = ReportOptions(**options)
-    found = effects_of_training(features, eval_dataset, method, train_group_by, make_trainer)
+    found = effects_of_training(features, eval_dataset, method, train_group_by, make_trainer, earlier)
     if path is not None and features.processes.is_main_process:
         write_training_report(found, features, path, shown)
     return found
@@ -137,7 +142,7 @@ def write_training_report(
         "report": report,
         "summary": [
             (f"{report.loss:.4g}", "validation loss"),
-            (f"{report.validation_rows:,}", "validation rows"),
+            (f"{len(report.losses):,}", "validation rows"),
             (f"{len(report.effects):,}", "training rows"),
             (f"{(report.effects > 0).mean():.0%}", "of them raised the loss"),
             (f"{report.no_effect:.0%}", "have no effect"),

@@ -30,7 +30,7 @@ from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.featurize import run_replaying
 from hf_trak.report import TrainingReport
-from hf_trak.report.training import _has_sources
+from hf_trak.report.training import GroupEffect, _has_sources, effects_of_training
 from hf_trak.report.training_page import training_report, write_training_report
 
 
@@ -104,12 +104,24 @@ def test_a_loss_below_zero_is_called_impossible(run: PlantedRun, report: Trainin
 
 
 @pytest.mark.slow
-def test_what_a_replay_warns_of_is_on_the_page(run: PlantedRun, tmp_path: Path, monkeypatch) -> None:
+def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
+    run: PlantedRun, report: TrainingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_replaying, "warnings_of", lambda *found: ["Weights <every> 9 steps are too few."])
-    found = training_report(run.attributor.features, run.validation, tmp_path / "page.html")
+    before = replace(report, losses=report.losses + 0.25, doubted={}, sources=(GroupEffect("<old>", 3, 1.5),))
+    found = training_report(run.attributor.features, run.validation, tmp_path / "page.html", earlier=before)
     assert found.method.startswith("replay") and found.warnings == ("Weights <every> 9 steps are too few.",)
     assert found.warnings[0] in str(found)
-    assert "Weights &lt;every&gt; 9 steps are too few." in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "Weights &lt;every&gt; 9 steps are too few." in page
+    rows = {name: (was, now) for name, was, now in found.compared}
+    loss = f"{report.loss:.4g}, a change of -0.25 (-0.25 to -0.25)"
+    assert rows["validation loss"] == (f"{report.loss + 0.25:.4g}", loss) and loss in page
+    assert rows["probably wrong labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
+    assert rows["source <old>"] == ("+1.5", "no row") and "source &lt;old&gt;" in page
+    assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
+    with pytest.raises(ValueError, match=r"earlier report has 2 validation rows.*Expected the same rows"):
+        effects_of_training(run.attributor.features, run.validation, earlier=replace(report, losses=report.losses[:2]))
 
 
 @pytest.mark.slow
