@@ -152,7 +152,8 @@ def _end_to_end() -> tuple[bool, str]:
         config = hf_trak.TrakConfig(output_dir=directory, proj_type="none", use_cpu=True)
         rows = Dataset.from_dict({name: value.numpy() for name, value in train.items()})
         attributor = hf_trak.TrakAttributor(model, config, train_dataset=rows, task="image_classification")
-        scored = attributor.featurize().attribute(rows.select(range(_TARGETS)), top_k=None, name="selftest")
+        exam = rows.select(range(_TARGETS))
+        scored = attributor.featurize().attribute(exam, top_k=None, method="index", name="selftest")
         ours = torch.tensor(scored["trak_scores"][:]).T.clone()
     features, goals = _reference(model, train).double(), _reference(model, targets).double()
     gram = features.T @ features

@@ -208,7 +208,8 @@ def check_scores(featurized, home, directory):
     config = TrakConfig(output_dir=str(directory), proj_dim=64, shard_size=16, use_cpu=True, budget="fast")
     attributor = TrakAttributor(model, config, train, processing_class=tokenizer).featurize()
     expected = attributor.attribute(targets, top_k=4)
-    assert main(["attribute", "--output_dir", str(featurized), "--top_k", "4", "--name", "same"]) == 0
+    asked = ["--top_k", "4", "--name", "same", "--method", "index"]
+    assert main(["attribute", "--output_dir", str(featurized), *asked]) == 0
     found = load_from_disk(featurized / "scores" / "same" / "run" / "scored")
     assert found["trak_indices"][:] == expected["trak_indices"][:]
     np.testing.assert_allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-4)
@@ -393,7 +394,8 @@ def test_push_pull_and_attribute_without_the_training_rows(
     featurized, home, answer, hub, client, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    expected = answer("attribute", "--output_dir", str(featurized), "--name", "published", "--top_k", "3")
+    asked = ["--top_k", "3", "--method", "index"]
+    expected = answer("attribute", "--output_dir", str(featurized), "--name", "published", *asked)
     weights = {path.name: path.read_bytes() for path in (home / "model").iterdir()}
     hub.put("model", "me/model", weights)
     pushed = answer(
@@ -407,9 +409,9 @@ def test_push_pull_and_attribute_without_the_training_rows(
     assert answer("inspect", str(tmp_path / "copy"))["complete"]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in sentences(N_EVAL, 1)))
     targets = ["--eval_dataset", str(tmp_path / "mine.jsonl"), "--output_dir", str(tmp_path / "work"), "--use_cpu"]
-    found = answer("attribute", "--index", "me/index", *targets, "--top_k", "3")
+    found = answer("attribute", "--index", "me/index", *targets, *asked)
     beside = answer("attribute", "--index", "me/index", *targets[:2], "--output_dir", str(featurized), "--use_cpu",
-                    "--top_k", "3", "--name", "beside")  # fmt: skip
+                    *asked, "--name", "beside")  # fmt: skip
     assert (
         load_from_disk(f"{beside['run']}/run/scored")["trak_indices"][:]
         == (load_from_disk(f"{found['run']}/run/scored")["trak_indices"][:])
