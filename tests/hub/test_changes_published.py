@@ -34,14 +34,18 @@ def published(setup: Setup, tmp_path: Path) -> np.ndarray:
     """The scores before publishing."""
     attributor = setup.attributor(tmp_path / "made").featurize()
     attributor.push_to_hub("me/index", token=TOKEN, private=False)
-    return np.stack(attributor.attribute(rows(50, M), top_k=None).with_format("numpy")["trak_scores"][:])
+    return np.stack(
+        attributor.attribute(rows(50, M), top_k=None, method="index").with_format("numpy")["trak_scores"][:]
+    )
 
 
 def asked(tmp_path: Path, network: torch.nn.Module | None = None, **options: Any) -> np.ndarray:
     """The scores elsewhere."""
     given = {"data_collator": collate, "output_dir": str(tmp_path / "mine"), "use_cpu": True}
     attributor = TrakAttributor.from_pretrained("me/index", network or model(), token=TOKEN, **{**given, **options})
-    return np.stack(attributor.attribute(rows(50, M), top_k=None).with_format("numpy")["trak_scores"][:])
+    return np.stack(
+        attributor.attribute(rows(50, M), top_k=None, method="index").with_format("numpy")["trak_scores"][:]
+    )
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:

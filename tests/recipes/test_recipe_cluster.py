@@ -38,7 +38,7 @@ def test_two_workers_compute_what_one_process_does(tmp_path: Path) -> None:
     assert len(files) == 15
     for path in files:
         assert (tmp_path / "trak/checkpoint-0" / path.name).read_bytes() == path.read_bytes()
-    scored = one.attribute(module.data()[1], top_k=5)
+    scored = one.attribute(module.data()[1], top_k=5, method="index")
     best = pq.read_table(tmp_path / "best.parquet")
     for name in ("trak_indices", "trak_scores"):
         assert best.column(name).to_pylist() == scored[name][:]
