@@ -85,7 +85,7 @@ def measured(directory: Path, model: GPT2LMHeadModel, rows: int, args: argparse.
     write_index(attributor)
     attributor.fit_curvature()
     targets = Dataset.from_list([Texts(rows)[rows + number] for number in range(args.targets)])
-    index_seconds = timed(attributor, targets, {})
+    index_seconds = timed(attributor, targets, {"method": "index"})
     seconds = timed(attributor, targets, {"method": Rerank(args.rerank)})
     reranked = len(last_result(attributor).answer.rows)
     again = timed(attributor, targets, {"method": Rerank(args.rerank)})  # all gradients are there

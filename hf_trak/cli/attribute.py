@@ -1,7 +1,7 @@
 """`hf-trak attribute`: score the training set against targets, and save the run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from hf_trak.cli.build import MethodArguments, begin, build, build_from_index, r
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.engines.engine import Engine
-from hf_trak.methods import Exact, Replay, Rerank, check_best_rows, checked_method
+from hf_trak.methods import Exact, Index, Replay, Rerank, check_best_rows, checked_method
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.report.run import AttributionRun
 from hf_trak.report.views import RunViews
@@ -117,7 +117,8 @@ def run(argv: Sequence[str]) -> None:
     counts = last.counted() if wanted.distributions and here and last.answer.rows is None else None
     taken = last.answer.method
     asked = wanted.self_influence and here and not isinstance(taken, Replay)
-    influence = attributor.self_influence("exact" if isinstance(taken, Exact) else "index") if asked else None
+    same = replace(taken, refine=None) if isinstance(taken, Exact) else Index()
+    influence = attributor.self_influence(same) if asked else None
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
     facts: dict[str, Any] = {
         "dataset": data.dataset_name,

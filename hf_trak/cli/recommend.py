@@ -1,5 +1,6 @@
 """`hf-trak recommend`: a method for each budget, with its time, disk and expected quality."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -24,5 +25,5 @@ def run(argv: Sequence[str]) -> None:
     )
     require_run(trak.output_dir, model_args, data)
     found = build(model_args, data, trak, saved).attributor.recommend(wanted.eval_size)
-    command = f"hf-trak attribute --output_dir {trak.output_dir} --budget"
+    command = f"hf-trak attribute --output_dir {shlex.quote(trak.output_dir)} --budget"
     answer(asdict(found), found.lines(lambda one: f"{command} {one.budget}  # {one.method}"), output.json)

@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> None:
         examples=wanted.examples,
     )
     answer(
-        {"loss": found.loss, **found.to_dict(), "report": str(path)},
+        {"loss": found.loss, "validation_rows": len(found.losses), **found.to_dict(), "report": str(path)},
         [*str(found).splitlines(), f"Report: {path}"],
         output.json,
     )

@@ -16,8 +16,9 @@ from hf_trak.engines.engine import failed
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_TOGETHER = 16
-"""Results that are fetched at a time. Each time takes Spark some hundredths of a second."""
+_TOGETHER, _BYTES = 16, 2**24
+"""Results that are fetched at a time, and the bytes that several may have. Each time takes Spark some hundredths of a
+second, and `spark.driver.maxResultSize` bounds what it fetches."""
 
 
 class SparkEngine:
@@ -36,7 +37,7 @@ class SparkEngine:
         Raises:
             StoreError: Spark has given a task up.
         """
-
+        from py4j.protocol import Py4JJavaError
         from pyspark.errors import PySparkException
 
         def applied(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -50,10 +51,12 @@ class SparkEngine:
         rows = self.session.createDataFrame(parts).repartition(parts.num_rows)
         found = rows.mapInArrow(applied, "table binary").persist()
         try:
-            found.count()  # all tasks at once: the iterator alone starts one after the other
-            for row in found.coalesce(-(-parts.num_rows // _TOGETHER)).toLocalIterator():
+            # All tasks at once: the iterator alone starts one after the other.
+            largest = found.selectExpr("max(length(table)) AS size").collect()[0].size
+            together = min(_TOGETHER, max(1, _BYTES // largest))
+            for row in found.coalesce(-(-parts.num_rows // together)).toLocalIterator():
                 yield pa.ipc.open_stream(row.table).read_all()
-        except PySparkException as error:
+        except (PySparkException, Py4JJavaError) as error:
             raise failed("Spark", error) from error
         finally:
             found.unpersist()

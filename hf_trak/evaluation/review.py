@@ -46,7 +46,7 @@ _CONTROLS = 64
 """Rows that helped on which the rule for wrong labels is tried."""
 
 MOST_FALSE_DOUBTS = 0.2
-"""Share of them from which on doubts say little: 0 to .02 on digits, .39 and .66 for a classifier of texts that was
+"""Share of them above which doubts say little: 0 to .02 on digits, .39 and .66 for a classifier of texts that was
 right for 64 and 74 % of its validation rows, where 14 and 15 % of the doubted rows were wrong."""
 
 
@@ -235,7 +235,7 @@ def doubted_labels(
     found = wrong_labels(sums, own, labels.member.numpy()[asked])
     doubted = {int(asked[one]): labels.values[other] for one, other in found.items()}
     false = sum(doubted.pop(int(row), None) is not None for row in controls)
-    if doubted and false > MOST_FALSE_DOUBTS * len(controls):
+    if doubted and false > MOST_FALSE_DOUBTS * len(controls) and features.processes.is_main_process:
         logger.warning(
             "The labels of %d rows are doubted, and those of %d of %d rows that helped, too. Expected at most %.0f %% "
             "of these: scores of this model tell wrong labels from right ones badly. Look at the rows before you "

@@ -22,7 +22,7 @@ from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import shortages
-from hf_trak.featurize.pricing import Price, has_record, price
+from hf_trak.featurize.pricing import Price, fitted, has_record, price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
@@ -194,16 +194,24 @@ def options(
 def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:
     """Return the methods with whole gradients that are better than the index on models like this one.
 
-    There are none where the curvature has to be fitted first, and memory or disk are too small for it.
+    There are none where the configuration has another curvature than theirs, a fitted one has other settings, or it
+    has to be fitted first, and memory or disk are too small for it.
     """
-    methods: list[AnyMethod] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
+    methods: list[Exact | Rerank] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
     if top_k is not None and "draws" not in model.store.config.get("collation", {}):
         methods.append(Rerank(max(Rerank.rows, top_k), "ekfac"))
     index = _of_bank(model, Index())[1]
     found = [_of_bank(model, one) for one in methods if possible(model, one)]
     better = [one for one in found if one[1] > index]
-    fits = not better or all(map(model.store.has_curvature, checkpoints))
-    return better if fits or model.processes.broadcast_from_main(lambda: not shortages(model)) else []
+
+    def at_hand() -> bool:
+        if model.args.curvature.fitted_kind != "ekfac":
+            return False
+        there = fitted(model, Exact("ekfac"), checkpoints)
+        return there is not None and (there or not shortages(model))
+
+    open_to_all = bool(better) and model.processes.broadcast_from_main(at_hand)
+    return better if open_to_all else []
 
 
 def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:

@@ -84,7 +84,7 @@ def estimate(
             bound = roofline(FeaturizedModel(model, replace(args, use_cpu=True), *rows), device)
             rate = bound.rows_per_second
         else:
-            measured_batches(n, args)  # whether there are enough rows
+            measured_batches(n, args.batch_size)  # whether there are enough rows
             rate = FeaturizedModel(model, args, *rows).measured_rate()
     found = estimate_sizes(
         model,

@@ -472,13 +472,13 @@ def _weight_bytes(model: torch.nn.Module, dtype: str | None) -> int:
     )
 
 
-def measured_batches(n: int, args: TrakConfig) -> tuple[int, int]:
+def measured_batches(n: int, batch_size: int) -> tuple[int, int]:
     """Choose the batch size and the number of batches that are featurized to measure the time.
 
     Raises:
         ValueError: there are fewer than 3 training rows.
     """
-    size = min(args.batch_size, n // 3)
+    size = min(batch_size, n // 3)
     if size == 0:
         raise ValueError(f"`measure` is set, but there are only {n} training rows. Expected at least 3.")
     return size, min(1 + _MEASURED_BATCHES, n // size)

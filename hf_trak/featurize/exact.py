@@ -179,7 +179,7 @@ class ExactScores:
         plan = FitPlan(
             self.kind,
             tuple(rows),
-            self.args.batch_size,
+            self.model.batch_size,
             weights_of(self.model.model, nn.Embedding | nn.EmbeddingBag),
             weights_of(self.model.model, Conv1D),
             f"curvature, checkpoint {model_id}",

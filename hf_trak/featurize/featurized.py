@@ -2,7 +2,7 @@
 
 import copy
 import logging
-import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ from hf_trak.featurize.definition import (
     sources_of,
 )
 from hf_trak.featurize.estimation import Estimate, estimate_sizes, measured_batches
-from hf_trak.featurize.featurizer import Featurizer, StoredRows
+from hf_trak.featurize.featurizer import BatchSizeFinder, Featurizer, StoredRows
 from hf_trak.featurize.question import Question, targets_name
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.identity.model_identity import model_identity
@@ -56,6 +56,7 @@ from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import Pace
 from hf_trak.runtime.sharding import RowDivision, is_sharded
+from hf_trak.runtime.temporary import temporary_name
 from hf_trak.scores.groups import GroupBy, target_features, target_groups
 from hf_trak.scores.scorer import PlannedScores, Scorer
 from hf_trak.scores.shortlist import PreconditionedTargets
@@ -377,6 +378,14 @@ class FeaturizedModel:
                 run=run,
             )
 
+    @property
+    def batch_size(self) -> int:
+        """Return the rows per batch; with `"auto"`, those that have been found to fit into memory."""
+        size = self.args.batch_size
+        if self.args.per_device_batch_size != "auto":
+            return size
+        return BatchSizeFinder(size, self.store.output_dir).batch_size
+
     def rate(self) -> float | None:
         """Return the training rows that one process featurizes per second.
 
@@ -397,26 +406,34 @@ class FeaturizedModel:
         Raises:
             ValueError: there are fewer than 3 training rows.
         """
-        size, batches = measured_batches(len(self.train_dataset), self.args)
+        size, batches = measured_batches(len(self.train_dataset), self.batch_size)
         rows = list(range(batches * size))
         dataset = self.train_dataset
         part = dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
-        shared = self.args.output_dir if self.processes.num_processes > 1 else None
-        if shared is not None:
-            os.makedirs(shared, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="hf_trak-estimate-", dir=shared) as own:
-            directory = self.processes.broadcast_from_main(lambda: own)
-            options = replace(
-                self.args,
-                output_dir=str(Path(directory) / "store"),
-                per_device_batch_size=size,
-                shard_size=len(rows),
-                curvature=replace(self.args.curvature, whitened=False),
-            )
+
+        def made() -> str:
+            if self.processes.num_processes == 1:
+                return tempfile.mkdtemp(prefix="hf_trak-estimate-")
+            place = Path(self.args.output_dir) / temporary_name()
+            place.mkdir(parents=True)
+            return str(place)
+
+        directory = self.processes.broadcast_from_main(made)
+        options = replace(
+            self.args,
+            output_dir=str(Path(directory) / "store"),
+            per_device_batch_size=size,
+            shard_size=len(rows),
+            curvature=replace(self.args.curvature, whitened=False),
+        )
+        try:
             measured = FeaturizedModel(
                 self.model, options, part, self.data_collator, self.processing_class, self.task
             ).featurize()
             self.processes.wait_for_everyone()
+        finally:
+            if self.processes.is_main_process:
+                shutil.rmtree(directory, ignore_errors=True)
         return float(next(filter(None, self.processes.gather(measured._rate))))
 
     def featurize(self, checkpoints: Checkpoints = None, part: tuple[int, int] = (0, 1)) -> Self:

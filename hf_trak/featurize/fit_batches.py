@@ -56,9 +56,9 @@ def shortages(model: FeaturizedModel) -> list[str]:
     taken, written = needed.memory // holders, needed.disk + needed.scratch
     found = []
     if taken > memory:
-        found.append(f"about {byte_size(taken)} of memory beside the weights, of which {byte_size(memory)} are free")
+        found.append(f"about {byte_size(taken)} of memory beside the weights ({byte_size(memory)} are free)")
     if written > disk:
-        found.append(f"about {byte_size(written)} of disk, of which {byte_size(disk)} are free")
+        found.append(f"about {byte_size(written)} of disk ({byte_size(disk)} are free)")
     return found
 
 

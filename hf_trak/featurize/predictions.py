@@ -60,10 +60,15 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
             )
         found = _classified(model, dataset)
         if transformed:
-            found = found.with_transform(**dataset.format["format_kwargs"])
-            said, read = found.with_format(None)[0][_label_column(found)], found[0]
-            if said not in (read.get(name) for name in LABEL_NAMES):
+            given, column = dataset.format, _label_column(found)
+            read = None if set(given["columns"]) == set(dataset.column_names) else given["columns"]
+            form = {**given["format_kwargs"], "columns": read, "output_all_columns": given["output_all_columns"]}
+            # One row with either label: a transform may read another column, which agrees with one of them.
+            probe = found.select([0, 0]).remove_columns(column)
+            probe = probe.add_column(column, [0, 1], feature=found.features[column]).with_transform(**form)
+            if any(label not in (probe[label].get(name) for name in LABEL_NAMES) for label in range(2)):
                 raise _unlabelled("one with a transform that does not pass on labels")
+            found = found.with_transform(**form)
         return found
     if isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) and hasattr(model.model, "generate"):
         return _generated(model, dataset, generation)

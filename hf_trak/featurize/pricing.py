@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_trak.errors import HfTrakError
+from hf_trak.curvature.files import CurvatureFiles
+from hf_trak.errors import ConfigMismatchError, HfTrakError
+from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.replaying import trained_with
 from hf_trak.featurize.run_replaying import RunReplay
-from hf_trak.methods import AnyMethod, Replay
+from hf_trak.methods import AnyMethod, Exact, Replay, Rerank
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 
 _OF_INDEX = ("settings", "features", "targets", "solver")
@@ -51,10 +53,31 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
             method = replace(method, steps=min(method.steps, trained_with(model).steps))
     stages = model.estimate(m, len(checkpoints), False, method, run).stages
     extra = {name: one for name, one in stages.items() if name not in _OF_INDEX}
-    if all(map(model.store.has_curvature, checkpoints)):
+    parts = [one for one in getattr(method, "methods", (method,)) if isinstance(one, Exact | Rerank)]
+    if parts and all(fitted(model, one, checkpoints) for one in parts):
         extra.pop("curvature", None)
     passes = sum(one.passes for one in extra.values())
     return Price(-(-passes // processes), sum(one.disk for one in extra.values()))
+
+
+def fitted(model: FeaturizedModel, method: Exact | Rerank, checkpoints: list[int]) -> bool | None:
+    """Tell whether the curvature of each checkpoint is fitted here; `None` if one is, and with other settings.
+
+    Args:
+        model: the featurized model.
+        method: the method that takes the curvature.
+        checkpoints: ids of the checkpoints.
+
+    Raises:
+        StoreError: the record of a curvature is damaged.
+    """
+    scores = ExactScores(model, method if isinstance(method, Exact) else method.exact)
+    rows = scores.sample()
+    try:
+        found = [CurvatureFiles(scores.directory(one), scores.identity(one, rows)).saved() for one in checkpoints]
+    except ConfigMismatchError:
+        return None
+    return None not in found
 
 
 def has_record(model: FeaturizedModel, name: str = "run") -> bool:

@@ -199,7 +199,7 @@ class IndexStore(FeatureStore):
         """
         own = super().curvature_dir(model_id, identity)
         self.checkpoint_info(model_id)
-        if not self._publishes_curvature(model_id):
+        if not self.has_curvature(model_id):
             return own
         if model_id not in self._curvatures:
             content = read_content(self.files, self, model_id)
@@ -214,10 +214,7 @@ class IndexStore(FeatureStore):
         return self.files.root / curvature_folder(model_id) if self._curvatures[model_id] == identity else own
 
     def has_curvature(self, model_id: int) -> bool:
-        """Tell whether a curvature of a checkpoint is published, or fitted here."""
-        return self._publishes_curvature(model_id) or super().has_curvature(model_id)
-
-    def _publishes_curvature(self, model_id: int) -> bool:
+        """Tell whether the curvature of a checkpoint is published."""
         folder = curvature_folder(model_id)
         return any(path.startswith(f"{folder}/") for path in self.files.listed)
 
@@ -230,7 +227,7 @@ class IndexStore(FeatureStore):
         Raises:
             As [`IndexShards.read`].
         """
-        return fetch_known(self.files, self, model_id) if self._publishes_curvature(model_id) else []
+        return fetch_known(self.files, self, model_id) if self.has_curvature(model_id) else []
 
     def solver_path(self, model_id: int, name: str) -> Path:
         """Return the file that a solver keeps: the published one, fetched and checked, or that of this machine.

@@ -183,8 +183,8 @@ class TrainingReport(Result):
             ("source", earlier.sources, self.sources),
             ("label", earlier.labels, self.labels),
         ):
-            now = {one.value: f"{one.effect:+.3g}" for one in after}
-            found += [(f"{kind} {one.value}", f"{one.effect:+.3g}", now.get(one.value, "no row")) for one in before]
+            was, now = ({one.value: f"{one.effect:+.3g}" for one in groups} for groups in (before, after))
+            found += [(f"{kind} {name}", was.get(name, "no row"), now.get(name, "no row")) for name in {**was, **now}]
         return found
 
     @property

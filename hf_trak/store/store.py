@@ -368,10 +368,6 @@ class FeatureStore:
         it."""
         return self.output_dir / "curvature" / str(checked_model_id(model_id))
 
-    def has_curvature(self, model_id: int) -> bool:
-        """Tell whether a curvature of a checkpoint is fitted, whatever its settings."""
-        return (self.output_dir / "curvature" / str(checked_model_id(model_id)) / "curvature.json").exists()
-
     def solver_path(self, model_id: int, name: str) -> Path:
         """Return the path of a file that a solver keeps for one checkpoint, see `hf_trak.store.solver_files`."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}" / name

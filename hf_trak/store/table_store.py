@@ -29,7 +29,7 @@ _READING = Lock()
 """Held while a row group of several shards is read, so that threads which need it read it once."""
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _footers_of(token: str) -> Footers:
     """Return the footers that all copies of some shards in this process share: engines send one for each part."""
     return {}

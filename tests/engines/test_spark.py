@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from engine_runs import TableIndex, check_answers, check_command, check_killed, damage, small_parts, table_index
 
@@ -57,6 +59,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "512m",
         "spark.ui.enabled": "false",
+        "spark.driver.maxResultSize": "48m",
         "spark.local.dir": place,
         "spark.sql.warehouse.dir": place,
     }
@@ -73,6 +76,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.slow
 def test_answers_are_those_of_attribute(engine: Any, index: TableIndex, tmp_path: Path) -> None:
     check_answers(engine, index, tmp_path)
+
+
+@pytest.mark.slow
+def test_large_results_are_fetched_one_after_the_other(engine: Any) -> None:
+    """Together they are more than Spark may fetch at a time."""
+
+    def large(part: pa.Table) -> pa.Table:
+        return pa.table({"bytes": [np.random.default_rng(one).bytes(9 * 2**20) for one in part["part"].to_pylist()]})
+
+    found = [
+        text for one in engine.map(large, pa.table({"part": list(range(8))})) for text in one["bytes"].to_pylist()
+    ]
+    assert sorted(found) == sorted(np.random.default_rng(one).bytes(9 * 2**20) for one in range(8))
 
 
 @pytest.mark.slow

@@ -11,11 +11,13 @@ from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
 from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor, TrakConfig
+from hf_trak.errors import ConfigMismatchError
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
-from hf_trak.featurize.pricing import Price, price
+from hf_trak.featurize.pricing import Price, fitted, price
 from hf_trak.methods import AnyMethod
 from hf_trak.runtime import progress
+from hf_trak.store.sealed import write_sealed
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = sentences(4, 1)
@@ -117,15 +119,42 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     def taken(ids: list[int]) -> list[AnyMethod]:
         return [one.method for one in choosing.options(features, 4, ids, 5, None, False).options]
 
-    monkeypatch.setattr(type(features.store), "has_curvature", lambda store, model_id: False)
+    monkeypatch.setattr(choosing, "fitted", lambda *given: False)
     monkeypatch.setattr(choosing, "shortages", lambda model: [])
     assert Exact("ekfac") in taken([0])
     monkeypatch.setattr(choosing, "shortages", lambda model: ["100 GiB of memory"])
     assert taken([0]) == [Index()]
-    monkeypatch.setattr(type(features.store), "has_curvature", lambda store, model_id: True)
+    monkeypatch.setattr(choosing, "fitted", lambda *given: True)
     assert Exact("ekfac") in taken([0])
     features.scored_by = object()  # type: ignore[assignment]
     assert taken([0]) == [Index()]
+
+
+@pytest.mark.slow
+def test_a_curvature_with_other_settings_is_left_alone(tmp_path: Path) -> None:
+    """What was fitted of other rows, or what the configuration names, is not what the banks speak of."""
+    run = trainer(tmp_path)
+    TrakAttributor.from_trainer(run, config(tmp_path, curvature_rows=4)).featurize().fit_curvature()
+    other = TrakAttributor.from_trainer(run, config(tmp_path, budget="best"))
+    assert fitted(other.features, Exact("ekfac"), [0]) is None
+    assert np.array_equal(scores_of(other, top_k=5), scores_of(other, top_k=5, method="index"))
+    with pytest.raises(ConfigMismatchError, match="rows: saved 4, given 10"):
+        scores_of(other, top_k=5, method=Exact("ekfac"))
+    diagonal = TrakAttributor.from_trainer(run, config(tmp_path, budget="best", curvature="diagonal"))
+    assert np.array_equal(scores_of(diagonal, top_k=5), scores_of(other, top_k=5, method="index"))
+
+
+def test_the_batch_size_that_fits_is_that_of_a_fit_and_of_a_measured_time(directory: Path, tmp_path: Path) -> None:
+    auto = config(tmp_path, per_device_batch_size="auto")
+    features = TrakAttributor.from_trainer(trainer(directory), auto).features
+    assert features.batch_size == auto.batch_size > 3
+    write_sealed(Path(auto.output_dir) / "batch_size.json", {"batch_size": 3})
+    assert features.batch_size == 3
+    seen: list[int] = []
+    features.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    assert features.rate() > 0 and max(seen) <= 3
 
 
 def test_a_time_that_featurizing_took_is_not_measured_again(directory: Path, tmp_path: Path, monkeypatch) -> None:

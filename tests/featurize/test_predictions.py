@@ -48,6 +48,18 @@ def test_classes(tmp_path: Path) -> None:
     assert [row["labels"] for row in said] == expected and said.with_format(None)["source"] == rows["source"]
     assert own.attribute(said, top_k=1, name="said")["trak_indices"][:] == same["trak_indices"][:]
 
+    images = stored.with_transform(transform, columns=["image", "label"], output_all_columns=True)
+    found = own.predict(images)
+    assert [row["labels"] for row in found] == expected and [row["source"] for row in found] == rows["source"]
+
+    right = stored.add_column("digit", expected)  # agrees with what the model says
+
+    def of_another_column(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"pixel_values": batch["image"], "labels": batch["digit"]}
+
+    with pytest.raises(TypeError, match="does not pass on labels"):
+        own.predict(right.with_transform(of_another_column))
+
     def without_stored_labels(batch: dict[str, Any]) -> dict[str, Any]:
         return {"pixel_values": batch["image"], "labels": [99] * len(batch["image"])}
 
