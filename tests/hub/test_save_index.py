@@ -31,7 +31,7 @@ def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> No
     """Files are those of `push_to_hub`, and scores those of the run. The second call refuses the directory."""
     made = attributor_in(tmp_path / "trak").featurize()
     made.fit_curvature()
-    expected = full(made)
+    expected = full(made, method="index")
     saved = tmp_path / "deep" / "index"
     made.save_pretrained(saved, lds=0.25)
     made.push_to_hub("tester/index", token=TOKEN, lds=0.25, private=False)
@@ -41,7 +41,7 @@ def test_the_directory_is_the_repo(hub: Hub, client: Path, tmp_path: Path) -> No
     assert found == published and any(name.startswith("curvature/") for name in found)
     assert str(tmp_path).encode() not in b"".join(found.values())
     loaded = TrakAttributor.from_pretrained(str(saved), tiny_bert(1), **OPTIONS)
-    assert np.array_equal(full(loaded), expected) and loaded.args.per_device_batch_size == 3
+    assert np.array_equal(full(loaded, method="index"), expected) and loaded.args.per_device_batch_size == 3
     assert files_in(saved) == found
     with pytest.raises(ValueError, match=r"index exists and is not an empty directory"):
         made.save_pretrained(saved)
