@@ -219,8 +219,8 @@ class TrakConfig:
             ("model_dtype", (None, *get_args(ModelDtype))),
         ):
             _check_choice(name, getattr(self, name), choices)
-        for name, least in (("shard_size", 1), ("num_draws", 1), ("seed", 0)):
-            setattr(self, name, checked_int(getattr(self, name), name, least, type_error=ValueError))
+        for name, least, most in (("shard_size", 1, None), ("num_draws", 1, None), ("seed", 0, 2**63 - 1)):
+            setattr(self, name, checked_int(getattr(self, name), name, least, most, type_error=ValueError))
         self.proj_dim = _number_or_text("proj_dim", self.proj_dim, r"[1-9]\d{0,15}B", "'512B'")
         self.per_device_batch_size = (
             _number_or_text("per_device_batch_size", self.per_device_batch_size, "auto", "'auto'") or 0

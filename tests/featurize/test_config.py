@@ -38,6 +38,7 @@ from hf_trak.config import CurvatureConfig
         ("per_device_batch_size", "large"),
         ("per_device_batch_size", None),
         ("seed", -1),
+        ("seed", 2**63),
         ("seed", True),
         ("per_device_batch_size", 0),
         ("shard_size", 0),

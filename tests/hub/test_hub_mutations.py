@@ -160,9 +160,8 @@ def from_copy(tmp_path: Path) -> Callable[[Path], np.ndarray]:
     return lambda directory: attributed(str(directory), tmp_path / "work")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "count", [40, pytest.param(150, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.exhaustive)]
+    "count", [pytest.param(150, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.exhaustive)]
 )
 def test_mutations_of_a_published_index(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """The files are read over HTTP, and for every tenth damage all of `attribute` runs, too."""
@@ -185,9 +184,8 @@ def drawn(directory: Path, count: int, foreign: Path, seed: int = 0) -> Iterator
 ODD = (None, -1, 0, 10**19, 1e308, "", "x" * 300, "../x", [], {}, True, [[]], {"a": {}}, [None] * 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "count", [50, pytest.param(150, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.exhaustive)]
+    "count", [pytest.param(150, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.exhaustive)]
 )
 def test_odd_values_are_refused_in_words(hub: Hub, client: Path, published: Path, tmp_path: Path, count: int) -> None:
     """Values of other types and sizes in the JSON files, with checksums that fit, end in no unexpected error.
