@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_trak.curvature.files import CurvatureFiles
+from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
 from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -73,11 +73,13 @@ def fitted(model: FeaturizedModel, method: Exact | Rerank, checkpoints: list[int
     """
     scores = ExactScores(model, method if isinstance(method, Exact) else method.exact)
     rows = scores.sample()
+    written = [one for one in checkpoints if (scores.directory(one) / CURVATURE_FILE).exists()]
     try:
-        found = [CurvatureFiles(scores.directory(one), scores.identity(one, rows)).saved() for one in checkpoints]
+        for one in written:
+            CurvatureFiles(scores.directory(one), scores.identity(one, rows)).saved()
     except ConfigMismatchError:
         return None
-    return None not in found
+    return len(written) == len(checkpoints)
 
 
 def has_record(model: FeaturizedModel, name: str = "run") -> bool:
