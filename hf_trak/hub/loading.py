@@ -145,7 +145,7 @@ def load_attributor(
         ConfigMismatchError: model, task or training dataset are not those of the index.
         CheckpointMismatchError: the model has none of the weights that the index was made with.
         ValueError: the index names no model, or an option cannot be chosen.
-        TypeError: `repo_or_path` is no text.
+        TypeError: `repo_or_path` is neither a text nor a path, or is empty.
     """
     if unknown := sorted(set(options) - set(RUN_OPTIONS)):
         raise ValueError(

@@ -441,7 +441,7 @@ def save_index(attributor: "FeaturizedModel", directory: str | os.PathLike[str],
         StoreError: a file is damaged, or the directory cannot be written.
         PeerProcessError: the main process failed.
     """
-    if not isinstance(directory, str | Path) or not str(directory):
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
         raise TypeError(f"`directory` is {directory!r}. Expected the path of a new or empty directory. Name one.")
     path = Path(directory)
     index = _described(attributor, facts.pop("curvature", True), facts)

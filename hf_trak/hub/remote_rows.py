@@ -304,7 +304,7 @@ class RemoteRows:
     ```python
     rows = RemoteRows("user/reviews", split="train", prepare=lambda data: data.map(tokenize, batched=True))
     attributor = TrakAttributor.from_pretrained("user/reviews-trak", train_dataset=rows)
-    scored = attributor.attribute(eval_dataset, top_k=20, rerank=2000)
+    scored = attributor.attribute(eval_dataset, top_k=20, method=Rerank(rows=2000))
     ```
 
     What was downloaded is kept beside the Hub's cache, so that the same call after an interruption goes on, and the
