@@ -153,7 +153,7 @@ CALLS: dict[str, Mistake] = {
     "a negative width": (lambda w: TrakConfig(proj_dim=-5), "`proj_dim` is -5", "at least 1"),
     "a width in words": (lambda w: TrakConfig(proj_dim="big"), "`proj_dim` is 'big'", "'512B'"),
     "a projection": (lambda w: TrakConfig(proj_type="gaussian"), "`proj_type` is 'gaussian'", "'normal'"),
-    "a seed": (lambda w: TrakConfig(seed=-1), "`seed` is -1", "at least 0"),
+    "a seed": (lambda w: TrakConfig(seed=-1), "`seed` is -1", "from 0 to"),
     "an engine": (lambda w: TrakConfig(engine="fast"), "`engine` is 'fast'", "'hooked'"),
     "a dtype": (lambda w: TrakConfig(feature_dtype="fp16"), "`feature_dtype` is 'fp16'", "'float16'"),
     "a dtype of torch": (
