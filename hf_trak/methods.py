@@ -162,7 +162,7 @@ class Replay:
             Part of the rows of a run whose curvature is used: less work, and more noise. By default what twelve
             trainings pay, all rows for five targets and half of them for ten. For more, two draws of a tenth are
             compared, and the share that agrees with all rows to .97 is taken, within the same work.
-        smoothing (`float`, *optional*, defaults to 0.1):
+        smoothing (`float`, *optional*, defaults to 1.0):
             κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
             derivative, which fails without warmup.
         name (`str`, *optional*, defaults to `"run"`):
@@ -181,7 +181,7 @@ class Replay:
     rows: int = 8
     steps: int = 1000
     hessian_share: float | None = None
-    smoothing: float = 0.1
+    smoothing: float = 1.0
     name: str = "run"
     start: str | None = None
 

@@ -16,8 +16,9 @@ where r = 0. Backwards, with a, b, c the derivatives of a target by θ', m', v',
 batch's loss. Whoever walks the run computes both, with γ from [`OptimizerStep.backward`], and adds Hγ to a.
 
 *Smoothing.* The first updates of Adam are nearly sign(g), whose derivative is zero almost everywhere, while the
-response to leaving rows out is not. So r is .1/t times the moving average of the variance of g, bias-corrected like v:
-the derivative of the update's mean over batches like this one. It acts in the backward direction alone.
+response to leaving rows out is not. So r is κ/t times the moving average of the variance of g, bias-corrected like v:
+the derivative of the update's mean over batches like this one, for κ = 1. A single row may change g by as much as a
+batch does that is drawn anew, and a smaller κ says too much of it. It acts in the backward direction alone.
 
 Everything is a flat vector over the trainable parameters, `(P,)`, or one per target, `(m, P)`.
 """
@@ -32,8 +33,8 @@ from torch import Tensor
 Number = float | Tensor
 """One number for all parameters, or one for each, `(P,)`."""
 
-SMOOTHING = 0.1
-"""The factor of the variance in r. Ten times as much or a third of it gives the same scores within noise."""
+SMOOTHING = 1.0
+"""κ. A tenth predicts random removals as well, and exaggerates the largest scores of runs without warmup."""
 
 _SLICE = 2**20
 """Parameters that are worked on at a time: factors are computed in float64, and need not all exist at once."""

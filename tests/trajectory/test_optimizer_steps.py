@@ -193,8 +193,8 @@ def test_first_step_has_the_derivative_of_a_sign_unless_it_is_smoothed():
     torch.testing.assert_close(gamma[:3].double(), exact[:3], rtol=0, atol=1e-6)
     _, moments = step.forward(torch.zeros(4), Moments.start(torch.zeros(4)), gradient, gradient.square())
     gamma = step.backward(Cotangents.of(torch.ones(1, 4)), moments, gradient, torch.zeros(4))[0]
-    # s = |g|√1.1, so −(1/D)(1 − |g|²/(s D))
-    torch.testing.assert_close(gamma[:3], -(1 - 1 / 1.1) / (1.1**0.5 * gradient[:3].abs()), rtol=1e-5, atol=0)
+    # s = |g|√2, so −(1/D)(1 − |g|²/(s D))
+    torch.testing.assert_close(gamma[:3], -(1 - 1 / 2) / (2**0.5 * gradient[:3].abs()), rtol=1e-5, atol=0)
 
 
 def test_targets_do_not_change_each_other():
