@@ -50,6 +50,7 @@ METHODS: dict[str, AnyMethod | str] = {
     "refined": Exact("ekfac", "cg"),
     "recipe": Replay(),
     "run": Replay(of="run"),
+    "run, all rows in the curvature": Replay(of="run", hessian_share=1.0),
 }
 
 
