@@ -76,11 +76,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
 
 
 def evaluate_lds(
-    scores: ArrayLike,
-    masks: ArrayLike,
-    outputs: ArrayLike,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike, resamples: int = RESAMPLES, seed: int = 0
 ) -> LdsResult:
     """Compute the linear datamodeling score with bootstrap intervals.
 

@@ -498,14 +498,8 @@ class RemovalResult:
     def __str__(self) -> str:
         controls = self.plan.controls
         done = "removed" if self.plan.action == "remove" else "added"
-        head = [
-            f"{'rows' if self.plan.groups is None else 'groups'} {done}",
-            "by",
-            "own change",
-            "others' change",
-            "own − others",
-            *(f"− {c}" for c in controls),
-        ]
+        first = f"{'rows' if self.plan.groups is None else 'groups'} {done}"
+        head = [first, "by", "own change", "others' change", "own − others", *(f"− {c}" for c in controls)]
         lines = [head]
         for effect in self.effects:
             label = effect.name if effect.name in self.plan.methods else f"{effect.name} (control)"
@@ -529,11 +523,7 @@ _ENOUGH_TARGETS = 10
 
 
 def evaluate_removal(
-    plan: RemovalPlan,
-    masks: ArrayLike,
-    outputs: ArrayLike,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike, resamples: int = RESAMPLES, seed: int = 0
 ) -> RemovalResult:
     """Compare the changes of outputs that the removals of a plan caused.
 
@@ -661,8 +651,7 @@ def _notes(plan: RemovalPlan) -> list[str]:
             "for so few."
         )
     for name, of_fractions in plan.tied.items():
-        tied = [(count, number) for count, number in zip(plan.counts, of_fractions, strict=True) if number]
-        if tied:
+        if tied := [(count, number) for count, number in zip(plan.counts, of_fractions, strict=True) if number]:
             counted = ", ".join(f"{number} of {len(plan.targets)} targets at {count} rows" for count, number in tied)
             notes.append(
                 f"{name} has rows of equal scores on both sides of the cut ({counted}). They were drawn at random."
