@@ -39,6 +39,7 @@ from hf_trak.evaluation.intervals import (
     random_subsets,
 )
 from hf_trak.evaluation.retraining import check_masks
+from hf_trak.modelout_functions.base import checked_choice
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.scores.groups import RowGroups
 
@@ -215,8 +216,7 @@ def removal_plan(
             f"`scores` has the methods {list(scores)}, `controls` {list(controls or {})}. Expected at least one "
             f"method, and no name {RANDOM!r}, which the control of random rows has."
         )
-    if action not in get_args(Action):
-        raise ValueError(f"`action` is {action!r}. Expected one of {list(get_args(Action))}.")
+    checked_choice(action, "action", Action)
     n, m = next(iter(matrices.values())).shape
     if groups is not None:
         matrices = {name: group_sums(matrix, groups) for name, matrix in matrices.items()}
@@ -487,9 +487,7 @@ class RemovalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values, without the plan's subsets."""
         return {
-            "methods": list(self.plan.methods),
-            "controls": list(self.plan.controls),
-            "targets": list(self.plan.targets),
+            **{name: list(getattr(self.plan, name)) for name in ("methods", "controls", "targets")},
             "effects": [effect.to_dict() for effect in self.effects],
             "changes": {name: values.tolist() for name, values in self.changes.items()},
             "notes": list(self.notes),

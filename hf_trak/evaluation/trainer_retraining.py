@@ -334,14 +334,8 @@ class TrainerRetraining:
                 kept[rows] = True
                 mask_rows(trainer, kept, self.row_losses)
             trainer.train()
-            return model_outputs(
-                trainer.accelerator.unwrap_model(trainer.model),
-                self.eval_dataset,
-                self.task,
-                collator,
-                self.batch_size,
-                trainer.args.remove_unused_columns,
-            )
+            model, unused = trainer.accelerator.unwrap_model(trainer.model), trainer.args.remove_unused_columns
+            return model_outputs(model, self.eval_dataset, self.task, collator, self.batch_size, unused)
 
     @property
     def protocol(self) -> dict[str, Any]:
