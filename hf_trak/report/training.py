@@ -179,10 +179,7 @@ class TrainingReport(Result):
             ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
         ]
-        for kind, before, after in (
-            ("source", earlier.sources, self.sources),
-            ("label", earlier.labels, self.labels),
-        ):
+        for kind, before, after in (("source", earlier.sources, self.sources), ("label", earlier.labels, self.labels)):
             was, now = ({one.value: f"{one.effect:+.3g}" for one in groups} for groups in (before, after))
             found += [(f"{kind} {name}", was.get(name, "no row"), now.get(name, "no row")) for name in {**was, **now}]
         return found
@@ -410,12 +407,11 @@ def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
     """Compute the loss of every validation row `(m,)`, divided by the mean weight of its labels, and this weight."""
     task, args = features.task, features.args
-    weights = []
+    scale = 1.0
     if isinstance(task, AggregatedModelOutput):
         batches = features.featurizer().batches(eval_dataset, "target")
-        for cut in batch_rows(0, len(eval_dataset), args.batch_size):
-            weights.append(float(task.label_weights(batches.collated(list(cut))).sum()))
-    scale = sum(weights) / len(eval_dataset) if weights else 1.0
+        given = (batches.collated(list(cut)) for cut in batch_rows(0, len(eval_dataset), args.batch_size))
+        scale = sum(float(task.label_weights(batch).sum()) for batch in given) / len(eval_dataset)
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
     found = model_outputs(features.model, eval_dataset, minus, features.data_collator, _batch_size(features))
     return -found / scale, scale
@@ -466,9 +462,8 @@ def _near(
         for row, number, cosine in zip(watched.tolist(), other.tolist(), best.tolist(), strict=True)
         if abs(cosine) >= NEAR
     }
-    return tuple(
-        (row, number, cosine) for (row, number), cosine in sorted(pairs.items(), key=lambda one: -abs(one[1]))
-    )
+    ordered = sorted(pairs.items(), key=lambda one: -abs(one[1]))
+    return tuple((row, number, cosine) for (row, number), cosine in ordered)
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:

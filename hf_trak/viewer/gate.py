@@ -114,10 +114,8 @@ class Gate:
             return HTTPStatus.LENGTH_REQUIRED, "The request does not say how long it is."
         upload = scope["path"].endswith("/upload")
         if size > (MOST_BYTES + _FORM_BYTES if upload else _MOST_JSON_BYTES):
-            return (
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The request is too large. Expected at most {MOST_BYTES} bytes.",
-            )
+            text = f"The request is too large. Expected at most {MOST_BYTES} bytes."
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text
         if upload and not self._has_room(size):
             return HTTPStatus.SERVICE_UNAVAILABLE, "Too many files arrive at a time. Try again."
         return None
