@@ -23,7 +23,6 @@ in the data collator, so that its seeds belong to row and draw as those of all r
 the K noised copies of each row next to each other, `(B, K, …)`, and the model gets `(B K, …)`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -111,13 +110,10 @@ class DiffusionModelOutput(BatchedModelOutput):
         """
         assert self.scheduler is not None
         clean = clean.unsqueeze(1)
-        alphas = [self.scheduler["alphas_cumprod"][step] for step in self._steps]
-        shape = (1, len(alphas), *[1] * (clean.ndim - 2))
-        signal, spread = (
-            torch.tensor(values, dtype=clean.dtype).view(shape)
-            for values in ([math.sqrt(a) for a in alphas], [math.sqrt(1 - a) for a in alphas])
-        )
-        noise = torch.randn(clean.shape[0], len(alphas), *clean.shape[2:], dtype=clean.dtype)
+        every = torch.tensor(self.scheduler["alphas_cumprod"], dtype=torch.float64)
+        alphas = every[self._steps].view(1, -1, *[1] * (clean.ndim - 2))
+        signal, spread = alphas.sqrt().to(clean.dtype), (1 - alphas).sqrt().to(clean.dtype)
+        noise = torch.randn(clean.shape[0], len(self._steps), *clean.shape[2:], dtype=clean.dtype)
         wanted = {
             "epsilon": noise,
             "v_prediction": signal * noise - spread * clean,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from hf_trak.modelout_functions.base import Batch, Side, checked_choice
-from hf_trak.modelout_functions.batches import evaluating, looked_at
+from hf_trak.modelout_functions.batches import evaluating, first_marked
 from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, text_digests
@@ -294,10 +294,9 @@ def _logit(candidates: Tensor) -> Tensor:
 
 
 def _check_negatives(same: Tensor, hard: Tensor) -> None:
-    alone = looked_at(same.all(dim=-1)) if hard.shape[1] == 0 else None
-    if alone is not None and bool(alone.any()):
+    if hard.shape[1] == 0 and (alone := first_marked(same.all(dim=-1))):
         raise ValueError(
-            f"Row {int(alone.nonzero()[0])} of the batch shares its anchor or its positive with every simulated row, "
+            f"Row {alone[0]} of the batch shares its anchor or its positive with every simulated row, "
             "so that it has no negative. Expected rows with other texts among them. Raise `simulated_batch_size`, or "
             "use a task of another loss."
         )
