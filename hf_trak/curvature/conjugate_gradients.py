@@ -238,10 +238,8 @@ class Refinement:
     def __post_init__(self) -> None:
         for name in ("steps", "rows"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
-        for name in ("tolerance", "damping"):
+        for name in ("tolerance",) if self.damping is None else ("tolerance", "damping"):
             value = getattr(self, name)
-            if name == "damping" and value is None:
-                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` of a refinement is {value!r}. Expected a finite number of at least 0.")
         if self.form not in get_args(ProductForm):

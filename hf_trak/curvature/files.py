@@ -293,11 +293,8 @@ def described_curvature(path: Path) -> dict[str, Any]:
     content = read_sealed(path, _FIT_AGAIN)
     try:
         identity = content["identity"]
-        return {
-            "model_id": int(path.parent.name),
-            **{name: identity[name] for name in ("kind", "labels")},
-            "rows": content["rows"],
-        }
+        known = {name: identity[name] for name in ("kind", "labels")}
+        return {"model_id": int(path.parent.name), **known, "rows": content["rows"]}
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path} lacks {error}. Expected the record of a curvature. {_REMEDY}") from error
 

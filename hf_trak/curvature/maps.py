@@ -338,10 +338,9 @@ class TargetProducts(GradientMap):
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
         scores = torch.zeros(batch_size, self.proj_dim, device=device)
-        targets = self._targets
 
         def add(start: int, block: Tensor) -> None:
-            part = targets[:, start : start + block.shape[1]]
+            part = self._targets[:, start : start + block.shape[1]]
             scores.addmm_(block, part.to(block.device, torch.float32).T)
 
         return DenseSink(add, lambda: scores)
