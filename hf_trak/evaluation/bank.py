@@ -609,8 +609,7 @@ def judged_parts(bank: Bank) -> list[str]:
     """
     described = {name: bank.description(name) for name in bank.parts}
     chosen = [name for name, part in described.items() if not part["repeat_of"] and part["removal"] is None]
-    complete = [name for name in chosen if bank.is_complete(name)]
-    if not complete:
+    if not (complete := [name for name in chosen if bank.is_complete(name)]):
         raise IncompleteStoreError(
             f"The bank {bank.directory} has no complete part to judge scores on; its parts are: "
             f"{', '.join(chosen) or 'none'}. Expected one whose trainings are all done. Add parts with "

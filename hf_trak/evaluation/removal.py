@@ -454,8 +454,7 @@ class RemovalResult:
         Raises:
             ValueError: the plan has no such name, fraction or number.
         """
-        found = [one for one in self.effects if one.name == name and size in (one.fraction, one.count)]
-        if not found:
+        if not (found := [one for one in self.effects if one.name == name and size in (one.fraction, one.count)]):
             raise ValueError(
                 f"There is no removal by {name!r} of the fraction {size!r}. Expected one of "
                 f"{[*self.plan.methods, *self.plan.controls]}, and one of {list(self.plan.fractions)} or of "
@@ -551,10 +550,8 @@ def evaluate_removal(
     own, others = _changes(plan, measured - measured[0])
     rng = np.random.default_rng(seed)
     targets = _resampling_weights(len(plan.targets), resamples, rng)
-    draws = {
-        1: np.ones((resamples, 1)),
-        (count := len(plan.subsets[RANDOM][0])): _resampling_weights(count, resamples, rng),
-    }
+    count = len(plan.subsets[RANDOM][0])
+    draws = {1: np.ones((resamples, 1)), count: _resampling_weights(count, resamples, rng)}
     means = {name: _MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in own.items()}
     elsewhere = {name: _MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in others.items()}
 

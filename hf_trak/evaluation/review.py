@@ -263,8 +263,7 @@ def fixed_dataset(table: Dataset) -> Dataset:
     if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
         raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
     column = class_column(table) if LABEL in table.column_names else None
-    changed = np.flatnonzero(actions == "relabel").tolist()
-    if changed:
+    if changed := np.flatnonzero(actions == "relabel").tolist():
         new = [None] * len(table) if column is None else table.with_format(None)[LABEL]
         missing = next((row for row in changed if new[row] is None), None)
         if column is None or missing is not None:

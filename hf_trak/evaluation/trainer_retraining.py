@@ -140,8 +140,7 @@ class _MaskedLoss:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        numbers = inputs.pop(_KEPT, None)
-        if numbers is None:  # a batch of an evaluation
+        if (numbers := inputs.pop(_KEPT, None)) is None:  # a batch of an evaluation
             return self.original(model, inputs, return_outputs, num_items_in_batch)
         kept = self.kept.to(numbers.device)[numbers]
         if self.row_losses is not None:
