@@ -130,8 +130,7 @@ def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> 
     Returns:
         The parts in order, and the number of characters that were left out.
     """
-    inside = [span for span in spans if 0 <= span.start < span.stop <= len(text)]
-    if not inside:
+    if not (inside := [span for span in spans if 0 <= span.start < span.stop <= len(text)]):
         return [Piece(visible(text[:limit]))], max(0, len(text) - limit)
     best = max(inside, key=lambda span: span.score)
     start, stop = best.start, best.stop
@@ -297,8 +296,6 @@ def as_row(row: Any) -> Mapping[str, Any]:
             named.setdefault("image", value)
         elif _is_scalar(value):
             named.setdefault("label", value)
-        elif isinstance(value, str):
-            named.setdefault("text", value)
     return named
 
 

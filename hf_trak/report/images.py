@@ -73,9 +73,7 @@ def as_pixels(image: Any) -> np.ndarray:
         return array / 255.0
     array = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     low, high = float(array.min()), float(array.max())
-    if low >= 0.0 and high <= 1.0:
-        return array
-    return (array - low) / ((high - low) or 1.0)
+    return array if low >= 0.0 and high <= 1.0 else (array - low) / ((high - low) or 1.0)
 
 
 def as_plain(image: Any) -> Any:
@@ -315,8 +313,7 @@ class PictureBook:
         """
         small = _small(image, _SIDES[size])
         content = xxhash.xxh3_128(f"{small.mode} {small.size}".encode() + small.tobytes()).hexdigest()
-        found = self._pictures.get((content, size))
-        if found is None:
+        if (found := self._pictures.get((content, size))) is None:
             found = _encode(f"p{len(self._pictures)}", small)
             self._pictures[content, size] = found
             if found.pixelated:  # the same at every size

@@ -51,17 +51,15 @@ _SPARE_DEPTH = 50  # a margin, since a value that can just be written here canno
 
 def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
     """Collect the facts that are known from the store and the configuration."""
-    config = attributor.store.config
-    args = attributor.args
+    store, args = attributor.store, attributor.args
+    config = store.config
     return {
         "model": config.get("model_name") or config.get("model_class"),
         "model_class": config.get("model_class"),
         "model_revision": config.get("model_revision"),
         "task": config.get("task"),
         "parameters": attributor.layout.total,
-        "checkpoints": [
-            Path(str(attributor.store.checkpoint_info(i)["source"])).name for i in attributor.store.model_ids
-        ],
+        "checkpoints": [Path(str(store.checkpoint_info(i)["source"])).name for i in store.model_ids],
         "projection": config.get("projection"),
         "features": attributor.proj_dim,
         "ridge": f"{args.lambda_relative:g} relative",

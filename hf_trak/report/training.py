@@ -169,12 +169,9 @@ class TrainingReport(Result):
         if (earlier := self.earlier) is None:
             return []
         change = mean_interval(self.losses - earlier.losses)
+        loss = f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})"
         found = [
-            (
-                "validation loss",
-                f"{earlier.loss:.4g}",
-                f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})",
-            ),
+            ("validation loss", f"{earlier.loss:.4g}", loss),
             ("training rows", f"{len(earlier.effects):,}", f"{len(self.effects):,}"),
             ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
@@ -222,16 +219,13 @@ class TrainingReport(Result):
         }
         tables = {"sources": self.sources, "labels": self.labels}
         for name, groups in tables.items():
-            rows = [(_cell(one.value), f"{one.rows:,}", f"{one.effect:+.3g}", f"{one.each:+.3g}") for one in groups]
-            found |= _table(f"report/{name}", (name, "rows", "effect", "per row"), rows)
+            cells = [(_cell(one.value), f"{one.rows:,}", f"{one.effect:+.3g}", f"{one.each:+.3g}") for one in groups]
+            found |= _table(f"report/{name}", (name, "rows", "effect", "per row"), cells)
         ends = [*self.harmful(LOGGED), *reversed(self.helpful(LOGGED))]
         found |= _table("report/rows", ("row", "effect"), [(str(row), f"{self.effects[row]:+.3g}") for row in ends])
         doubted = sorted(self.doubted, key=lambda row: -self.effects[row])[:LOGGED]
-        found |= _table(
-            "report/wrong_labels",
-            ("row", "effect", "fits better"),
-            [(str(row), f"{self.effects[row]:+.3g}", _cell(self.doubted[row])) for row in doubted],
-        )
+        rows = [(str(row), f"{self.effects[row]:+.3g}", _cell(self.doubted[row])) for row in doubted]
+        found |= _table("report/wrong_labels", ("row", "effect", "fits better"), rows)
         if (proof := self.proof) is not None:
             found["report/proof"] = str(proof)
         return found

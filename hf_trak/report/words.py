@@ -234,8 +234,7 @@ def _verified(
     with RowProgress(len(owners), "Verifying", show=features.processes.is_main_process) as bar:
         for owner in dict.fromkeys(owners):
             places = [place for place, one in enumerate(owners) if one == owner]
-            rows = list(dict.fromkeys(row for place in places for row in names[place]))
-            if rows:
+            if rows := list(dict.fromkeys(row for place in places for row in names[place])):
                 steps = step_on_each(features, targets.select(places), rows)
                 for column, place in enumerate(places):
                     found[place] = _ordered(steps, column, set(names[place]))
