@@ -82,8 +82,7 @@ class Gate:
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         size = int(headers.get("content-length") or 0)
-        refusal = self._refusal(scope, headers, size)
-        if refusal is not None:
+        if (refusal := self._refusal(scope, headers, size)) is not None:
             await _answer(with_headers, *refusal)
             return
         self._arriving += size
