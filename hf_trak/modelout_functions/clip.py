@@ -415,11 +415,20 @@ class CLIPModelOutput(BatchedModelOutput):
         if cached is None or cached[0] is not embeddings or cached[1].device != features.device:
             # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
             image, text = (
-                torch.func.debug_unwrap(rows.to(features.device), recurse=True)
-                for rows in embeddings.negatives(self.sim_batch_size, self.seed or 0)
+                placed(rows, features) for rows in embeddings.negatives(self.sim_batch_size, self.seed or 0)
             )
             self._negatives = cached = (embeddings, image, text)
         return cached[1:]
+
+
+def placed(rows: Tensor, like: Tensor) -> Tensor:
+    """Move rows that no transform of `torch.func` is about to the device of others.
+
+    Args:
+        rows: the rows.
+        like: a tensor on that device.
+    """
+    return torch.func.debug_unwrap(rows.to(like.device), recurse=True)
 
 
 def _contrasts(

@@ -35,7 +35,7 @@ from hf_trak.runtime.checks import checked_int
 DiffusionFunction = Literal["loss", "square"]
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 
-NOISED, TIMESTEPS, WANTED = "trak_noised", "trak_timesteps", "trak_wanted"
+NOISED, TIMESTEPS, WANTED = _ADDED = ("trak_noised", "trak_timesteps", "trak_wanted")
 """Entries of a batch: x_t `(B, K, …)`, t `(B, K)`, and y `(B, K, …)`."""
 
 
@@ -126,11 +126,7 @@ class DiffusionModelOutput(BatchedModelOutput):
         noised = _entry(batch, NOISED)
         assert isinstance(batch, Mapping)
         rows, copies = noised.shape[:2]
-        conditions = {
-            name: _repeated(value, rows, copies)
-            for name, value in batch.items()
-            if name not in (NOISED, TIMESTEPS, WANTED)
-        }
+        conditions = {name: _repeated(value, rows, copies) for name, value in batch.items() if name not in _ADDED}
         return (noised.flatten(0, 1),), {"timestep": _entry(batch, TIMESTEPS).flatten(), **conditions}
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
