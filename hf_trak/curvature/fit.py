@@ -326,8 +326,7 @@ class CurvatureFit:
             parts = len(self._basis_parts(blocks))
             counts = self._counts(blocks, parts)
             for index in self._mine(blocks):
-                path = self.files.sums_path("basis", blocks, index)
-                if path.exists():
+                if (path := self.files.sums_path("basis", blocks, index)).exists():
                     continue
                 block = blocks.kronecker[index]
                 found = {}
@@ -348,8 +347,7 @@ class CurvatureFit:
         total = torch.zeros(shape, dtype=torch.float64)
         specs = {name: TensorSpec(shape, (torch.float32, torch.float64))}
         for part in range(parts):
-            paths = self.files.sums_paths(stage, blocks, part)
-            if not paths:
+            if not (paths := self.files.sums_paths(stage, blocks, part)):
                 raise StoreError(
                     f"The sums of part {part} of a fit have vanished from {self.files.progress}. Expected all parts. "
                     "Run the same command again; only what is missing is computed."

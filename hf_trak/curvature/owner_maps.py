@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trak.curvature.arrivals import BatchArrivals, BlockConsumer, BlockRanges, by_source, slices
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.maps import GradientMap, InverseMap, MapSink
+from hf_trak.curvature.maps import BlockSink, GradientMap, InverseMap, MapSink
 from hf_trak.curvature.sums import shared_out
 from hf_trak.curvature.target_forms import LowRankForm
 from hf_trak.gradient_computers.hooked.workspace import every_factor
@@ -36,14 +36,6 @@ class _Event(NamedTuple):
     start: int
     tensors: tuple[Tensor, ...]
     width: int | None = None
-
-
-class _Sink(Protocol):
-    def __call__(self, start: int, block: Tensor) -> None: ...
-
-    def takes_outer(self, left: Tensor, right: Tensor) -> bool: ...
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None: ...
 
 
 class BlockOwners:
@@ -115,7 +107,7 @@ class OutgoingGradients:
         owners: BlockOwners,
         exchange: Callable[[str], Sequence[str]],
         dense: Iterable[int],
-        numbers: _Sink | None = None,
+        numbers: BlockSink | None = None,
     ) -> None:
         """
         Args:
@@ -249,7 +241,7 @@ class ExchangingSink(OutgoingGradients):
         arrivals.finish()
 
 
-def feed(sink: _Sink, events: Iterable[_Event], device: torch.device | None = None) -> None:
+def feed(sink: BlockSink, events: Iterable[_Event], device: torch.device | None = None) -> None:
     """Give events to a sink, on a device; `None` leaves them where they are."""
     for start, tensors, width in events:
         first, *others = tensors if device is None else [tensor.to(device) for tensor in tensors]

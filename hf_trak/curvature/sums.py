@@ -139,8 +139,7 @@ class SquareSums:
         self.diagonal = {i: _zeros(one.numel, device=device) for i, one in enumerate(blocks.diagonal)}
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
-        bases = self.bases[index]
-        if bases is not None:
+        if (bases := self.bases[index]) is not None:
             left, right = left @ bases[0], right @ bases[1]
         total = self.kronecker[index]
         if left.shape[1] == 1:  # one position: the squares of the factors make up those of their product
