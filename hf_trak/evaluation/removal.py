@@ -39,7 +39,6 @@ from hf_trak.evaluation.intervals import (
     random_subsets,
 )
 from hf_trak.evaluation.retraining import check_masks
-from hf_trak.modelout_functions.base import checked_choice
 from hf_trak.runtime.checks import checked_int, is_int
 from hf_trak.scores.groups import RowGroups
 
@@ -216,7 +215,8 @@ def removal_plan(
             f"`scores` has the methods {list(scores)}, `controls` {list(controls or {})}. Expected at least one "
             f"method, and no name {RANDOM!r}, which the control of random rows has."
         )
-    checked_choice(action, "action", Action)
+    if action not in get_args(Action):
+        raise ValueError(f"`action` is {action!r}. Expected one of {list(get_args(Action))}.")
     n, m = next(iter(matrices.values())).shape
     if groups is not None:
         matrices = {name: group_sums(matrix, groups) for name, matrix in matrices.items()}
