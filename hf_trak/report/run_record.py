@@ -172,8 +172,7 @@ def read_record(directory: Path) -> RunRecord:
             ) from error
         raise
     save, facts, files = (content.get(name) for name in ("save", "facts", "files"))
-    whole = isinstance(save, str) and isinstance(facts, dict) and isinstance(files, dict)
-    if not whole or not all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items()):
+    if not (isinstance(save, str) and isinstance(facts, dict) and isinstance(files, dict) and _are_measured(files)):
         raise StoreError(f"{path} does not say which files the run has, or has no facts. Expected both. {_REMEDY}")
     return RunRecord(save, facts, {name: (size, digest) for name, (size, digest) in files.items()})
 
@@ -285,8 +284,11 @@ def _is_being_saved(directory: Path) -> bool:
     return any(TEMPORARY.fullmatch(path.name) for path in directory.glob(".hf_trak-tmp-*"))
 
 
-def _is_measure(entry: object) -> bool:
-    return isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+def _are_measured(files: Mapping[str, object]) -> bool:
+    return all(
+        _FILE.fullmatch(name) and isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+        for name, entry in files.items()
+    )
 
 
 def _measured(path: Path) -> tuple[int, str]:
