@@ -23,6 +23,7 @@ in the data collator, so that its seeds belong to row and draw as those of all r
 the K noised copies of each row next to each other, `(B, K, …)`, and the model gets `(B K, …)`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -110,10 +111,10 @@ class DiffusionModelOutput(BatchedModelOutput):
         """
         assert self.scheduler is not None
         clean = clean.unsqueeze(1)
-        every = torch.tensor(self.scheduler["alphas_cumprod"], dtype=torch.float64)
-        alphas = every[self._steps].view(1, -1, *[1] * (clean.ndim - 2))
-        signal, spread = alphas.sqrt().to(clean.dtype), (1 - alphas).sqrt().to(clean.dtype)
-        noise = torch.randn(clean.shape[0], len(self._steps), *clean.shape[2:], dtype=clean.dtype)
+        alphas = [self.scheduler["alphas_cumprod"][step] for step in self._steps]
+        factors = torch.tensor([[math.sqrt(a), math.sqrt(1 - a)] for a in alphas], dtype=clean.dtype)
+        signal, spread = factors.T.reshape(2, 1, -1, *[1] * (clean.ndim - 2))
+        noise = torch.randn(clean.shape[0], len(alphas), *clean.shape[2:], dtype=clean.dtype)
         wanted = {
             "epsilon": noise,
             "v_prediction": signal * noise - spread * clean,
