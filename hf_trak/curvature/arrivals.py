@@ -176,8 +176,7 @@ class BatchArrivals:
     def _add_to_matrix(self, index: int, start: int, block: Tensor) -> None:
         """Add columns of the gradients to the matrices of a block that comes dense."""
         one: KroneckerBlock = self._blocks.kronecker[index]
-        matrices = self._matrices.get(index)
-        if matrices is None:
+        if (matrices := self._matrices.get(index)) is None:
             self._matrices[index] = matrices = block.new_zeros(block.shape[0], *one.shape)
         add_weights(matrices, one, start, block)
         if one.bias is not None:

@@ -151,12 +151,7 @@ class CurvatureBlocks:
 
     def to_json(self) -> dict[str, Any]:
         """Describe the blocks as plain JSON."""
-        return {
-            "kronecker": [asdict(block) for block in self.kronecker],
-            "diagonal": [asdict(block) for block in self.diagonal],
-            "repeated": sorted(self.repeated),
-            "without_gradient": list(self.without_gradient),
-        }
+        return {**asdict(self), "repeated": sorted(self.repeated)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "CurvatureBlocks":

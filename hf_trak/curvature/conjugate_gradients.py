@@ -130,11 +130,8 @@ class Solutions:
         """Describe where every target has got to."""
         relative = (self.squares / self.squares[1].clamp_min(torch.finfo(torch.float64).tiny)).sqrt().tolist()
         steps, _, reasons = self.counts.tolist()
-        return [
-            RefinedTarget(steps[i], relative[0][i], None if math.isnan(relative[3][i]) else relative[3][i],
-                          REASONS[reasons[i]])
-            for i in range(len(steps))
-        ]  # fmt: skip
+        unrefined = [None if math.isnan(residual) else residual for residual in relative[3]]
+        return list(map(RefinedTarget, steps, relative[0], unrefined, (REASONS[reason] for reason in reasons)))
 
 
 @dataclass(frozen=True)
@@ -156,8 +153,7 @@ class RefinedTarget:
 
 def summary(targets: Sequence[RefinedTarget]) -> str:
     """Sum up in one sentence how far targets were solved."""
-    solved = [one for one in targets if one.stopped != "zero gradient"]
-    if not solved:
+    if not (solved := [one for one in targets if one.stopped != "zero gradient"]):
         return "no target has a gradient"
     residuals = sorted(one.residual for one in solved)
     before = sorted(one.unrefined for one in solved if one.unrefined is not None)
@@ -238,10 +234,8 @@ class Refinement:
     def __post_init__(self) -> None:
         for name in ("steps", "rows"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
-        for name in ("tolerance", "damping"):
+        for name in ("tolerance",) if self.damping is None else ("tolerance", "damping"):
             value = getattr(self, name)
-            if name == "damping" and value is None:
-                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` of a refinement is {value!r}. Expected a finite number of at least 0.")
         if self.form not in get_args(ProductForm):

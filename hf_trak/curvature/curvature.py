@@ -293,9 +293,7 @@ class FitPlan:
     @cached_property
     def first_basis_parts(self) -> list[Rows]:
         """Return the parts of the first pass that every fit computes."""
-        if self.kind != "ekfac":
-            return self.parts
-        return _divided(self._shuffled[:BASIS_ROWS], PARTS // 2)
+        return _divided(self._shuffled[:BASIS_ROWS], PARTS // 2) if self.kind == "ekfac" else self.parts
 
     def further_basis_parts(self, rows: int) -> list[Rows]:
         """Return the other parts of the first pass if bases take so many rows in all.
@@ -305,9 +303,7 @@ class FitPlan:
         Args:
             rows: number of rows, from 0 to those of the sample.
         """
-        if self.kind != "ekfac":
-            return []
-        return _divided(self._shuffled[BASIS_ROWS:rows], PARTS // 2)
+        return _divided(self._shuffled[BASIS_ROWS:rows], PARTS // 2) if self.kind == "ekfac" else []
 
     @cached_property
     def _shuffled(self) -> Rows:

@@ -141,8 +141,7 @@ class CurvatureFiles:
             StoreError: it is not there, or a file of it is missing or damaged.
             ConfigMismatchError: as [`~CurvatureFiles.saved`].
         """
-        content = self.saved()
-        if content is None:
+        if (content := self.saved()) is None:
             raise StoreError(f"There is no curvature in {self.directory}. Call `fit_curvature()` first.")
         blocks = CurvatureBlocks.from_json(content["blocks"])
         kind = self.identity["kind"]
@@ -246,8 +245,7 @@ class CurvatureFiles:
 
     def sums_paths(self, stage: str, blocks: CurvatureBlocks, part: int) -> list[Path]:
         """List the files that hold the sums of a part together; none if a share is missing."""
-        whole = self.sums_path(stage, blocks, part)
-        if whole.exists():
+        if (whole := self.sums_path(stage, blocks, part)).exists():
             return [whole]
         counts = {int(path.stem.rpartition("of")[2]) for path in self.progress.glob(f"{whole.stem}-*of*.safetensors")}
         for count in sorted(counts):
@@ -293,11 +291,8 @@ def described_curvature(path: Path) -> dict[str, Any]:
     content = read_sealed(path, _FIT_AGAIN)
     try:
         identity = content["identity"]
-        return {
-            "model_id": int(path.parent.name),
-            **{name: identity[name] for name in ("kind", "labels")},
-            "rows": content["rows"],
-        }
+        known = {name: identity[name] for name in ("kind", "labels")}
+        return {"model_id": int(path.parent.name), **known, "rows": content["rows"]}
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path} lacks {error}. Expected the record of a curvature. {_REMEDY}") from error
 

@@ -17,6 +17,7 @@ however it was divided. One part at a time is in memory.
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -29,7 +30,7 @@ from hf_trak.curvature.curvature import Curvature, FitPlan, Rows, rows_needed
 from hf_trak.curvature.files import CurvatureFiles
 from hf_trak.curvature.observation import BatchObserver, Observation, divide, eigenbasis, even_in_null_spaces
 from hf_trak.curvature.owner_maps import BlockOwners, ExchangingSink
-from hf_trak.curvature.sums import BasisSums, SquareSums, sides
+from hf_trak.curvature.sums import BasisSums, SquareSums, shared_out, sides
 from hf_trak.errors import NonFiniteError, StoreError
 from hf_trak.gradient_computers import AbstractGradientComputer
 from hf_trak.gradient_computers.base import SplitBatch
@@ -75,34 +76,26 @@ class BatchSource(Protocol):
         """
 
 
+@dataclass(eq=False, repr=False)
 class CurvatureFit:
-    """One fit, done by all processes together, which call [`~CurvatureFit.run`]."""
+    """One fit, done by all processes together, which call [`~CurvatureFit.run`].
 
-    def __init__(
-        self,
-        plan: FitPlan,
-        files: CurvatureFiles,
-        source: BatchSource,
-        layout: ParameterLayout,
-        processes: Processes,
-        device: torch.device,
-    ) -> None:
-        """
-        Args:
-            plan: what is fitted.
-            files: where sums and the result are kept.
-            source: the batches, and the engine, whose task gives log-likelihoods.
-            layout: the attributed parameters.
-            processes: the processes.
-            device: where gradients are.
-        """
-        self.plan = plan
-        self.files = files
-        self.source = source
-        self._layout = layout
-        self.processes = processes
-        self.device = device
-        self._computers: dict[Stage, AbstractGradientComputer] = {}
+    Attributes:
+        plan: what is fitted.
+        files: where sums and the result are kept.
+        source: the batches, and the engine, whose task gives log-likelihoods.
+        layout: the attributed parameters.
+        processes: the processes.
+        device: where gradients are.
+    """
+
+    plan: FitPlan
+    files: CurvatureFiles
+    source: BatchSource
+    layout: ParameterLayout
+    processes: Processes
+    device: torch.device
+    _computers: dict[Stage, AbstractGradientComputer] = field(default_factory=dict, init=False)
 
     def run(
         self, chosen: Callable[[CurvatureBlocks], tuple[Collection[int], Collection[int]]] | None = None
@@ -164,12 +157,12 @@ class CurvatureFit:
         if blocks is None:
             seen = Observation()
             for rows, batch in self.source.iterate(self.plan.batches(self.plan.first_basis_parts[0])[:1]):
-                observer = BatchObserver(self._layout, seen)
+                observer = BatchObserver(self.layout, seen)
                 self._stream("bases", rows, batch, ObservingSink(observer) if main else Unwanted())
                 observer.finish()
             if not main:
                 return {}
-            blocks = divide(self._layout, seen, self.plan)
+            blocks = divide(self.layout, seen, self.plan)
             self.files.write_blocks(blocks)
         return blocks.to_json()
 
@@ -179,7 +172,7 @@ class CurvatureFit:
         for part in range(len(self.plan.parts)):
             for path in self.files.sums_paths("squares", blocks, part):
                 seen.merge(self.files.read_extra(path)["observed"])
-        found = divide(self._layout, seen, self.plan)
+        found = divide(self.layout, seen, self.plan)
         self.files.write_blocks(found)
         return found.to_json()
 
@@ -264,7 +257,7 @@ class CurvatureFit:
             elif seen is None:
                 self._stream(stage, rows, batch, made)
             else:
-                observer = BatchObserver(self._layout, seen)
+                observer = BatchObserver(self.layout, seen)
                 self._stream(stage, rows, batch, ObservingSink(observer, made))
                 observer.finish()
             made.finish()
@@ -333,8 +326,7 @@ class CurvatureFit:
             parts = len(self._basis_parts(blocks))
             counts = self._counts(blocks, parts)
             for index in self._mine(blocks):
-                path = self.files.sums_path("basis", blocks, index)
-                if path.exists():
+                if (path := self.files.sums_path("basis", blocks, index)).exists():
                     continue
                 block = blocks.kronecker[index]
                 found = {}
@@ -346,22 +338,16 @@ class CurvatureFit:
 
     def _mine(self, blocks: CurvatureBlocks) -> list[int]:
         """Choose blocks for this process: the dearest first, each to the process that has least to do."""
-        loads = [0] * self.processes.num_processes
-        mine = []
-        for index in sorted(range(len(blocks.kronecker)), key=lambda i: -sides(blocks.kronecker[i])):
-            rank = loads.index(min(loads))
-            loads[rank] += sides(blocks.kronecker[index])
-            if rank == self.processes.process_index:
-                mine.append(index)
-        return mine
+        costs = {index: sides(block) for index, block in enumerate(blocks.kronecker)}
+        owners = shared_out(costs, [0] * self.processes.num_processes)
+        return [index for index, owner in owners.items() if owner == self.processes.process_index]
 
     def _summed(self, blocks: CurvatureBlocks, stage: str, name: str, shape: tuple[int, ...], parts: int) -> Tensor:
         """Add one tensor over the first parts, in their order, in float64."""
         total = torch.zeros(shape, dtype=torch.float64)
         specs = {name: TensorSpec(shape, (torch.float32, torch.float64))}
         for part in range(parts):
-            paths = self.files.sums_paths(stage, blocks, part)
-            if not paths:
+            if not (paths := self.files.sums_paths(stage, blocks, part)):
                 raise StoreError(
                     f"The sums of part {part} of a fit have vanished from {self.files.progress}. Expected all parts. "
                     "Run the same command again; only what is missing is computed."

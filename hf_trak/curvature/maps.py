@@ -13,7 +13,7 @@ from hf_trak.curvature.arrivals import BlockRanges, add_part, add_weights, by_so
 from hf_trak.curvature.curvature import Curvature, scaled, weights
 from hf_trak.curvature.observation import BIAS_NOISE, BIAS_TOLERANCE
 from hf_trak.errors import SingularGramError
-from hf_trak.gradient_computers.hooked.workspace import every_factor
+from hf_trak.gradient_computers.hooked.workspace import OuterSink, every_factor
 from hf_trak.projectors import BlockProjector
 
 
@@ -48,17 +48,15 @@ class GradientMap:
         raise NotImplementedError
 
 
-class MapSink(Protocol):
+class BlockSink(OuterSink, Protocol):
     """Takes the blocks of one batch, in any order."""
 
     def __call__(self, start: int, block: Tensor) -> None:
         """Add columns `start … start + n` of the gradients, `(B, n)`."""
 
-    def takes_outer(self, left: Tensor, right: Tensor) -> bool:
-        """Tell whether a block is wanted as these factors."""
 
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None:
-        """Add a block by its factors."""
+class MapSink(BlockSink, Protocol):
+    """Takes the blocks of one batch, and makes rows of them."""
 
     def result(self) -> Tensor:
         """Return the rows, `(B, proj_dim)`, when all blocks have come."""
@@ -338,10 +336,9 @@ class TargetProducts(GradientMap):
 
     def sink(self, batch_size: int, model_id: int, device: str | torch.device) -> MapSink:
         scores = torch.zeros(batch_size, self.proj_dim, device=device)
-        targets = self._targets
 
         def add(start: int, block: Tensor) -> None:
-            part = targets[:, start : start + block.shape[1]]
+            part = self._targets[:, start : start + block.shape[1]]
             scores.addmm_(block, part.to(block.device, torch.float32).T)
 
         return DenseSink(add, lambda: scores)

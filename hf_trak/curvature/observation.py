@@ -7,6 +7,7 @@ engine can take apart has a curvature.
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -181,7 +182,8 @@ def divide(layout: ParameterLayout, seen: Observation, plan: FitPlan) -> Curvatu
         if starts and slot.name not in seen.dense and covered == slot.numel:
             for start in starts:
                 bias = None if start in seen.refuted else seen.biases.get(start)
-                kronecker += _factored(slot.name, start, seen, bias, plan.largest_side)
+                sides = seen.factors[start][:2]
+                kronecker += _cut_up(slot.name, start, sides, bias, plan.largest_side, from_factors=True)
         elif slot.name not in plan.embeddings and not starts and plan.kind != "diagonal" and _is_matrix(slot):
             bias = _dense_bias(layout, slot, seen, slot.name in plan.transposed)
             kronecker += _stacked(slot, plan.largest_side, bias)
@@ -242,16 +244,9 @@ def _dense_bias(
 
 def _stacked(slot: ParameterSlot, largest: int, bias: tuple[int, Part] | None) -> list[KroneckerBlock]:
     """Make blocks of a matrix, or of every matrix of a stack, whose gradients come as dense blocks."""
-    rows, columns = slot.shape[-2:]
-    blocks = []
-    for index in range(slot.numel // (rows * columns)):
-        start = slot.offset + index * rows * columns
-        for low, height in _cuts(rows, largest):
-            for first, width in _cuts(columns, largest):
-                place = start + low * columns + first
-                position, part = _own_bias(bias, low, first)
-                blocks.append(KroneckerBlock(slot.name, place, height, width, columns, position, part))
-    return blocks
+    sides = slot.shape[-2:]
+    starts = range(slot.offset, slot.offset + slot.numel, math.prod(sides))
+    return [block for start in starts for block in _cut_up(slot.name, start, sides, bias, largest, from_factors=False)]
 
 
 def _own_bias(bias: tuple[int, Part] | None, low: int, first: int) -> tuple[int | None, Part]:
@@ -267,17 +262,16 @@ def _own_bias(bias: tuple[int, Part] | None, low: int, first: int) -> tuple[int 
     return position + (low if part == "right" else first), part
 
 
-def _factored(
-    name: str, start: int, seen: Observation, bias: tuple[int, Part] | None, largest: int
+def _cut_up(
+    name: str, start: int, sides: Sequence[int], bias: tuple[int, Part] | None, largest: int, from_factors: bool
 ) -> list[KroneckerBlock]:
-    """Make the blocks of a matrix whose gradient comes as factors: one, unless a side is too long."""
-    left, right, _ = seen.factors[start]
+    """Make the blocks of a matrix: one, unless a side is too long."""
+    rows, columns = sides
     blocks = []
-    for low, height in _cuts(left, largest):
-        for first, width in _cuts(right, largest):
-            position, part = _own_bias(bias, low, first)
-            place = start + low * right + first
-            blocks.append(KroneckerBlock(name, place, height, width, right, position, part, start, low, first))
+    for low, height in _cuts(rows, largest):
+        for first, width in _cuts(columns, largest):
+            place, source = start + low * columns + first, (start, low, first) if from_factors else ()
+            blocks.append(KroneckerBlock(name, place, height, width, columns, *_own_bias(bias, low, first), *source))
     return blocks
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from hf_trak.curvature.arrivals import BatchArrivals, BlockConsumer, BlockRanges, by_source, slices
 from hf_trak.curvature.blocks import CurvatureBlocks
 from hf_trak.curvature.curvature import Curvature
-from hf_trak.curvature.maps import GradientMap, InverseMap, MapSink
+from hf_trak.curvature.maps import BlockSink, GradientMap, InverseMap, MapSink
+from hf_trak.curvature.sums import shared_out
 from hf_trak.curvature.target_forms import LowRankForm
 from hf_trak.gradient_computers.hooked.workspace import every_factor
 from hf_trak.runtime.lockstep import Lockstep
@@ -35,14 +36,6 @@ class _Event(NamedTuple):
     start: int
     tensors: tuple[Tensor, ...]
     width: int | None = None
-
-
-class _Sink(Protocol):
-    def __call__(self, start: int, block: Tensor) -> None: ...
-
-    def takes_outer(self, left: Tensor, right: Tensor) -> bool: ...
-
-    def add_outer(self, start: int, left: Tensor, right: Tensor) -> None: ...
 
 
 class BlockOwners:
@@ -74,16 +67,10 @@ class BlockOwners:
             key: sum(sum(side**2 for side in blocks.kronecker[i].shape) + blocks.kronecker[i].numel for i in indices)
             for key, indices in together.items()
         }
-        loads, self._of = [0] * count, [0] * len(blocks.kronecker)
-        for key in sorted(together, key=lambda key: (-sizes[key], together[key])):  # the largest first
-            owner = loads.index(min(loads))
-            loads[owner] += sizes[key]
-            for index in together[key]:
-                self._of[index] = owner
-        self._of_numbers: list[int] = [0] * len(blocks.diagonal)
-        for index in sorted(range(len(blocks.diagonal)), key=lambda i: -blocks.diagonal[i].numel):
-            self._of_numbers[index] = owner = loads.index(min(loads))
-            loads[owner] += blocks.diagonal[index].numel
+        loads = [0] * count
+        owners = shared_out(sizes, loads)
+        self._of = {index: owners[key] for key, indices in together.items() for index in indices}
+        self._of_numbers = shared_out({index: one.numel for index, one in enumerate(blocks.diagonal)}, loads)
 
     def of(self, index: int) -> int:
         """Return the owner of a block."""
@@ -92,7 +79,7 @@ class BlockOwners:
     @property
     def mine(self) -> frozenset[int]:
         """Return the Kronecker blocks of this process."""
-        return frozenset(index for index, owner in enumerate(self._of) if owner == self.rank)
+        return frozenset(index for index, owner in self._of.items() if owner == self.rank)
 
     def of_numbers(self, index: int) -> int:
         """Return the owner of a diagonal block."""
@@ -101,7 +88,7 @@ class BlockOwners:
     @property
     def my_numbers(self) -> frozenset[int]:
         """Return the diagonal blocks of this process."""
-        return frozenset(index for index, owner in enumerate(self._of_numbers) if owner == self.rank)
+        return frozenset(index for index, owner in self._of_numbers.items() if owner == self.rank)
 
 
 class OutgoingGradients:
@@ -120,7 +107,7 @@ class OutgoingGradients:
         owners: BlockOwners,
         exchange: Callable[[str], Sequence[str]],
         dense: Iterable[int],
-        numbers: _Sink | None = None,
+        numbers: BlockSink | None = None,
     ) -> None:
         """
         Args:
@@ -254,7 +241,7 @@ class ExchangingSink(OutgoingGradients):
         arrivals.finish()
 
 
-def feed(sink: _Sink, events: Iterable[_Event], device: torch.device | None = None) -> None:
+def feed(sink: BlockSink, events: Iterable[_Event], device: torch.device | None = None) -> None:
     """Give events to a sink, on a device; `None` leaves them where they are."""
     for start, tensors, width in events:
         first, *others = tensors if device is None else [tensor.to(device) for tensor in tensors]
@@ -296,12 +283,7 @@ class OwnerMap(GradientMap):
     by_owner = True
 
     def __init__(
-        self,
-        own: GradientMap,
-        curvature: Curvature,
-        owners: BlockOwners,
-        lockstep: Lockstep,
-        device: torch.device,
+        self, own: GradientMap, curvature: Curvature, owners: BlockOwners, lockstep: Lockstep, device: torch.device
     ) -> None:
         """
         Args:

@@ -258,20 +258,17 @@ def _warnings(blocks: tuple[BlockReport, ...], curvature: Curvature) -> Iterable
             f"{_listed(silent)} had no gradient in any of the {rows:,} rows, and add nothing to a score. Freeze such "
             "parameters or leave them out of `grad_wrt`, or fit to more rows if only few of them reach these."
         )
-    empty = [block.name for block in blocks if block.total == 0 and block.parameter not in silent]
-    if empty:
+    if empty := [block.name for block in blocks if block.total == 0 and block.parameter not in silent]:
         yield (
             f"All gradients of {_listed(empty)} are zero in the sample, such as those of an expert that no row is "
             "sent to, and add nothing to a score. Fit to more rows (`curvature.rows`) if some of them reach it."
         )
-    rounding = [block.name for block in blocks if 0 < block.mean < curvature.floor]
-    if rounding:
+    if rounding := [block.name for block in blocks if 0 < block.mean < curvature.floor]:
         yield (
             f"The gradients of {_listed(rounding)} are what rounding leaves of zero (mean Λ below {NOISE:g} of the "
             "largest), and add next to nothing to a score. Freeze such parameters or leave them out of `grad_wrt`."
         )
-    scarce = [block for block in blocks if block.needed is not None and 0 < (block.positions or 0) < block.needed]
-    if scarce:
+    if scarce := [block for block in blocks if block.needed is not None and 0 < (block.positions or 0) < block.needed]:
         worst = min(scarce, key=lambda block: (block.positions or 0) / (block.needed or 1))
         yield (
             f"The sample is small for {_listed([block.name for block in scarce])}: {worst.name} has "

@@ -12,9 +12,9 @@ K-FAC: Martens & Grosse 2015, arXiv 1503.05671. Corrected eigenvalues: George et
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ logarithm of the norm, so that no basis hangs on the side of a border that one p
 
 _LARGE, _CACHED_BYTES = 2**16, 2**20
 """Elements of a product that is formed piece by piece on a CPU, and bytes of a piece."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 BasisKind = Literal["factors", "gradients", "none"]
 """What the bases are those of: the factors (K-FAC), whole gradients (Shampoo), or none: every parameter alone."""
@@ -137,8 +139,7 @@ class SquareSums:
         self.diagonal = {i: _zeros(one.numel, device=device) for i, one in enumerate(blocks.diagonal)}
 
     def factors(self, index: int, left: Tensor, right: Tensor) -> None:
-        bases = self.bases[index]
-        if bases is not None:
+        if (bases := self.bases[index]) is not None:
             left, right = left @ bases[0], right @ bases[1]
         total = self.kronecker[index]
         if left.shape[1] == 1:  # one position: the squares of the factors make up those of their product
@@ -228,6 +229,23 @@ def _zeros(*shape: int, device: torch.device) -> Tensor:
 def rotated(gradients: Tensor, bases: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return Q_leftᵀ G Q_right of matrices `(B, I, J)`."""
     return gradients if bases is None else bases[0].T @ gradients @ bases[1]
+
+
+def shared_out(costs: Mapping[Key, int], loads: list[int]) -> dict[Key, int]:
+    """Give each piece of work to the process that has least to do, the dearest first.
+
+    Args:
+        costs: what each piece costs. Of equal ones the first comes first.
+        loads: what each process has to do already. It grows by the costs.
+
+    Returns:
+        The process of each piece, in the order in which they were given out.
+    """
+    owners: dict[Key, int] = {}
+    for key in sorted(costs, key=lambda key: -costs[key]):
+        owners[key] = owner = loads.index(min(loads))
+        loads[owner] += costs[key]
+    return owners
 
 
 def sides(block: KroneckerBlock) -> int:

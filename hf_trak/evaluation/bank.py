@@ -372,10 +372,9 @@ class Bank:
         train_missing(files, wanted[job::jobs], member, retrain, processes, self.n_targets)
 
         def join() -> bool:
-            if not (done := self.is_complete(name)) and not files.missing(wanted):
+            if not self.is_complete(name) and not files.missing(wanted):
                 files.write_outputs(member, part["repeats"])
-                return True
-            return done
+            return self.is_complete(name)
 
         return processes.broadcast_from_main(join)
 
@@ -405,14 +404,9 @@ class Bank:
             ConfigMismatchError: a dataset has other rows, another order of rows, or other columns; shows both.
             TypeError: a row holds a value that cannot be fingerprinted.
         """
-        for dataset, key, what in (
-            (train_dataset, "rows", "training rows"),
-            (eval_dataset, "targets", "targets"),
-        ):
-            if dataset is None:
-                continue
-            expected, found = self.described[f"{key}_fingerprint"], fingerprint_dataset(dataset)
-            if found != expected:
+        for dataset, key, what in ((train_dataset, "rows", "training rows"), (eval_dataset, "targets", "targets")):
+            expected = self.described[f"{key}_fingerprint"]
+            if dataset is not None and (found := fingerprint_dataset(dataset)) != expected:
                 raise ConfigMismatchError(
                     f"The {len(dataset)} {what} have the fingerprint {found}; the bank {self.directory} was made of "
                     f"{self.described[key]} with {expected}. Expected the same rows with the same columns, in the "
@@ -465,9 +459,7 @@ class Bank:
             ImportError: scipy is not installed.
         """
         part = self.part(name)
-        found = {}
-        if len(part.outputs) > 1:
-            found[name] = measure_reliability(part.outputs, resamples)
+        found = {name: measure_reliability(part.outputs, resamples)} if len(part.outputs) > 1 else {}
         for other in self.parts:
             if self.description(other)["repeat_of"] == name and self.is_complete(other):
                 repeat = self.part(other)
@@ -597,11 +589,8 @@ def evaluate_bank(
             predicted, measured = predicted_and_measured(values[:, columns], part.masks, part.truth[:, columns])
             per_target = spearman(predicted, measured)
             value, means = float(per_target.mean()), resampled_lds(predicted, measured, resamples, seed)[1]
-            difference = None
-            if first is None:
-                first = value, means
-            else:
-                difference = quantile_interval(value - first[0], means - first[1])
+            difference = None if first is None else quantile_interval(value - first[0], means - first[1])
+            first = first or (value, means)
             lds = quantile_interval(value, means)
             found.append(BankScore(name, method, lds, difference, per_target, ceilings))
     return found
@@ -620,8 +609,7 @@ def judged_parts(bank: Bank) -> list[str]:
     """
     described = {name: bank.description(name) for name in bank.parts}
     chosen = [name for name, part in described.items() if not part["repeat_of"] and part["removal"] is None]
-    complete = [name for name in chosen if bank.is_complete(name)]
-    if not complete:
+    if not (complete := [name for name in chosen if bank.is_complete(name)]):
         raise IncompleteStoreError(
             f"The bank {bank.directory} has no complete part to judge scores on; its parts are: "
             f"{', '.join(chosen) or 'none'}. Expected one whose trainings are all done. Add parts with "

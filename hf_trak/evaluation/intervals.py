@@ -298,10 +298,9 @@ def random_subsets(
     Raises:
         ValueError: a number is out of range, or the subsets would be empty or have all rows.
     """
-    units = n if groups is None else len(groups)
     if count < 1:
         raise ValueError(f"`count` is {count}. Expected at least 1.")
-    _check_groups(n, groups)
+    units = _units(n, groups)
     size = round(fraction * units)
     if not 0 < size < units:
         raise ValueError(
@@ -332,8 +331,7 @@ def leave_one_out_subsets(n: int, rows: Sequence[int] | None = None, groups: Row
     Raises:
         ValueError: a row or group does not exist, or is given twice.
     """
-    _check_groups(n, groups)
-    units = n if groups is None else len(groups)
+    units = _units(n, groups)
     chosen = list(range(units)) if rows is None else [int(row) for row in rows]
     if len(set(chosen)) != len(chosen) or not all(0 <= row < units for row in chosen):
         raise ValueError(f"`rows` is {chosen}. Expected distinct numbers from 0 to {units - 1}.")
@@ -358,12 +356,13 @@ def group_sums(scores: ArrayLike, groups: RowGroups) -> np.ndarray:
         ValueError: `groups` has another number of rows than `scores`.
     """
     tau = np.asarray(scores, dtype=np.float64)
-    _check_groups(len(tau), groups)
-    sums = np.zeros((len(groups), *tau.shape[1:]))
+    sums = np.zeros((_units(len(tau), groups), *tau.shape[1:]))
     np.add.at(sums, groups.member.numpy(), tau)
     return sums
 
 
-def _check_groups(n: int, groups: RowGroups | None) -> None:
+def _units(n: int, groups: RowGroups | None) -> int:
+    """Count the rows, or the groups that they are divided into."""
     if groups is not None and len(groups.member) != n:
         raise ValueError(f"`groups` has {len(groups.member)} rows for {n} training rows. Expected one group for each.")
+    return n if groups is None else len(groups)

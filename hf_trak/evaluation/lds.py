@@ -76,11 +76,7 @@ def linear_datamodeling_score(scores: ArrayLike, masks: ArrayLike, outputs: Arra
 
 
 def evaluate_lds(
-    scores: ArrayLike,
-    masks: ArrayLike,
-    outputs: ArrayLike,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    scores: ArrayLike, masks: ArrayLike, outputs: ArrayLike, resamples: int = RESAMPLES, seed: int = 0
 ) -> LdsResult:
     """Compute the linear datamodeling score with bootstrap intervals.
 
@@ -360,12 +356,8 @@ def top_k_precision(
     n = len(tau)
     sizes = checked_numbers(k, "k", 1, n - 1, f" for {n} rows")
     shares = {size: (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
-    return TopKPrecision(
-        per_target=shares,
-        mean={size: mean_interval(values, resamples, seed) for size, values in shares.items()},
-        chance={size: size / n for size in shares},
-        rows=n,
-    )
+    means = {size: mean_interval(values, resamples, seed) for size, values in shares.items()}
+    return TopKPrecision(per_target=shares, mean=means, chance={size: size / n for size in shares}, rows=n)
 
 
 def _membership(values: np.ndarray, k: int) -> np.ndarray:

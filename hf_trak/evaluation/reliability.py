@@ -53,11 +53,7 @@ class Reliability(Result):
     ceiling_of_one: Interval
 
 
-def measure_reliability(
-    outputs: ArrayLike,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Reliability:
+def measure_reliability(outputs: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Reliability:
     """Measure how well repeated trainings agree, and the highest linear datamodeling score that is possible.
 
     Args:
@@ -91,13 +87,13 @@ def measure_reliability(
     for index in range(resamples):
         chosen, targets = rng.integers(0, s, s), rng.integers(0, m, m)
         found = _half_reliability(values[:, chosen][:, :, targets], few)
-        ends[0, index] = np.sqrt(_stepped(found, repeats / size)).mean()
-        ends[1, index] = np.sqrt(_stepped(found, 1 / size)).mean()
-    ceiling = quantile_interval(np.sqrt(mean).mean(), ends[0])
-    ceiling_of_one = quantile_interval(np.sqrt(one).mean(), ends[1])
+        ends[:, index] = [np.sqrt(_stepped(found, times / size)).mean() for times in (repeats, 1)]
+    ceilings = [
+        quantile_interval(np.sqrt(found).mean(), sample) for found, sample in zip((mean, one), ends, strict=True)
+    ]
     noise = values.var(axis=0, ddof=1).mean(axis=0)
     signal = np.maximum(values.mean(axis=0).var(axis=0, ddof=1) - noise / repeats, 0.0)
-    return Reliability(repeats, np.sqrt(noise), np.sqrt(signal), one, mean, ceiling, ceiling_of_one)
+    return Reliability(repeats, np.sqrt(noise), np.sqrt(signal), one, mean, *ceilings)
 
 
 def _halves(repeats: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

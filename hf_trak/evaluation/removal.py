@@ -454,8 +454,7 @@ class RemovalResult:
         Raises:
             ValueError: the plan has no such name, fraction or number.
         """
-        found = [one for one in self.effects if one.name == name and size in (one.fraction, one.count)]
-        if not found:
+        if not (found := [one for one in self.effects if one.name == name and size in (one.fraction, one.count)]):
             raise ValueError(
                 f"There is no removal by {name!r} of the fraction {size!r}. Expected one of "
                 f"{[*self.plan.methods, *self.plan.controls]}, and one of {list(self.plan.fractions)} or of "
@@ -487,9 +486,7 @@ class RemovalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values, without the plan's subsets."""
         return {
-            "methods": list(self.plan.methods),
-            "controls": list(self.plan.controls),
-            "targets": list(self.plan.targets),
+            **{name: list(getattr(self.plan, name)) for name in ("methods", "controls", "targets")},
             "effects": [effect.to_dict() for effect in self.effects],
             "changes": {name: values.tolist() for name, values in self.changes.items()},
             "notes": list(self.notes),
@@ -498,14 +495,8 @@ class RemovalResult:
     def __str__(self) -> str:
         controls = self.plan.controls
         done = "removed" if self.plan.action == "remove" else "added"
-        head = [
-            f"{'rows' if self.plan.groups is None else 'groups'} {done}",
-            "by",
-            "own change",
-            "others' change",
-            "own − others",
-            *(f"− {c}" for c in controls),
-        ]
+        first = f"{'rows' if self.plan.groups is None else 'groups'} {done}"
+        head = [first, "by", "own change", "others' change", "own − others", *(f"− {c}" for c in controls)]
         lines = [head]
         for effect in self.effects:
             label = effect.name if effect.name in self.plan.methods else f"{effect.name} (control)"
@@ -529,11 +520,7 @@ _ENOUGH_TARGETS = 10
 
 
 def evaluate_removal(
-    plan: RemovalPlan,
-    masks: ArrayLike,
-    outputs: ArrayLike,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike, resamples: int = RESAMPLES, seed: int = 0
 ) -> RemovalResult:
     """Compare the changes of outputs that the removals of a plan caused.
 
@@ -563,10 +550,8 @@ def evaluate_removal(
     own, others = _changes(plan, measured - measured[0])
     rng = np.random.default_rng(seed)
     targets = _resampling_weights(len(plan.targets), resamples, rng)
-    draws = {
-        1: np.ones((resamples, 1)),
-        (count := len(plan.subsets[RANDOM][0])): _resampling_weights(count, resamples, rng),
-    }
+    count = len(plan.subsets[RANDOM][0])
+    draws = {1: np.ones((resamples, 1)), count: _resampling_weights(count, resamples, rng)}
     means = {name: _MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in own.items()}
     elsewhere = {name: _MeanChanges.of(values, targets, draws[values.shape[2]]) for name, values in others.items()}
 
@@ -661,8 +646,7 @@ def _notes(plan: RemovalPlan) -> list[str]:
             "for so few."
         )
     for name, of_fractions in plan.tied.items():
-        tied = [(count, number) for count, number in zip(plan.counts, of_fractions, strict=True) if number]
-        if tied:
+        if tied := [(count, number) for count, number in zip(plan.counts, of_fractions, strict=True) if number]:
             counted = ", ".join(f"{number} of {len(plan.targets)} targets at {count} rows" for count, number in tied)
             notes.append(
                 f"{name} has rows of equal scores on both sides of the cut ({counted}). They were drawn at random."

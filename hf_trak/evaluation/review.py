@@ -85,8 +85,7 @@ def review_table(
     suggested = dict(other_labels or {})
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
-    table = plain.remove_columns([name for name in (EFFECT, REASON, ACTION, LABEL) if name in plain.column_names])
-    table = table.add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
+    table = _own_columns(plain).add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
     table = table.add_column(REASON, reasons, feature=Value("string"))
     table = table.add_column(ACTION, actions, feature=Value("string"))
     if label_column is not None:
@@ -261,15 +260,13 @@ def fixed_dataset(table: Dataset) -> Dataset:
     if ACTION not in table.column_names:
         raise ValueError(f"The columns are {table.column_names}. Expected {ACTION!r}, of `TrakAttributor.review`.")
     actions = np.array(table.with_format(None)[ACTION], dtype=object)
-    unknown = sorted({str(one) for one in actions} - set(ACTIONS))
-    if unknown:
+    if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
         raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
     column = class_column(table) if LABEL in table.column_names else None
-    changed = np.flatnonzero(actions == "relabel").tolist()
-    if changed:
+    if changed := np.flatnonzero(actions == "relabel").tolist():
         new = [None] * len(table) if column is None else table.with_format(None)[LABEL]
-        if column is None or any(new[row] is None for row in changed):
-            missing = next(row for row in changed if new[row] is None) if column is not None else changed[0]
+        missing = next((row for row in changed if new[row] is None), None)
+        if column is None or missing is not None:
             raise ValueError(
                 f"Row {missing} is to be relabelled and has no {LABEL!r}. Expected the label that it should have."
             )
@@ -279,8 +276,12 @@ def fixed_dataset(table: Dataset) -> Dataset:
         names, feature = table.column_names, table.features[column]
         table = table.remove_columns([column]).add_column(column, labels, feature=feature).select_columns(names)
     kept = np.flatnonzero(actions != "remove")
-    own = [name for name in table.column_names if name not in (EFFECT, REASON, ACTION, LABEL)]
-    return table.select_columns(own).select(kept.tolist())
+    return _own_columns(table).select(kept.tolist())
+
+
+def _own_columns(table: Dataset) -> Dataset:
+    """Leave out what a review has added."""
+    return table.remove_columns([name for name in (EFFECT, REASON, ACTION, LABEL) if name in table.column_names])
 
 
 def changed_rows(table: Dataset) -> np.ndarray:

@@ -140,8 +140,7 @@ class _MaskedLoss:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        numbers = inputs.pop(_KEPT, None)
-        if numbers is None:  # a batch of an evaluation
+        if (numbers := inputs.pop(_KEPT, None)) is None:  # a batch of an evaluation
             return self.original(model, inputs, return_outputs, num_items_in_batch)
         kept = self.kept.to(numbers.device)[numbers]
         if self.row_losses is not None:
@@ -334,14 +333,8 @@ class TrainerRetraining:
                 kept[rows] = True
                 mask_rows(trainer, kept, self.row_losses)
             trainer.train()
-            return model_outputs(
-                trainer.accelerator.unwrap_model(trainer.model),
-                self.eval_dataset,
-                self.task,
-                collator,
-                self.batch_size,
-                trainer.args.remove_unused_columns,
-            )
+            model, unused = trainer.accelerator.unwrap_model(trainer.model), trainer.args.remove_unused_columns
+            return model_outputs(model, self.eval_dataset, self.task, collator, self.batch_size, unused)
 
     @property
     def protocol(self) -> dict[str, Any]:

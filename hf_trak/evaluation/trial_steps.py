@@ -34,12 +34,7 @@ class TrialSteps:
     """
 
     def __init__(
-        self,
-        featurizer: Featurizer,
-        train_task: BatchedModelOutput,
-        rows: Any,
-        targets: Any,
-        names: Sequence[str],
+        self, featurizer: Featurizer, train_task: BatchedModelOutput, rows: Any, targets: Any, names: Sequence[str]
     ) -> None:
         """
         Args:

@@ -19,8 +19,7 @@ _DIGEST = 64  # length of a SHA-256 in hexadecimal digits
 
 def directory() -> Path | None:
     """Return `$HF_TRAK_KERNEL_CACHE`, or `hf_trak/kernels` in the user's cache directory; `None` without a home."""
-    given = os.environ.get(DIRECTORY_VARIABLE)
-    if given:
+    if given := os.environ.get(DIRECTORY_VARIABLE):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -65,18 +64,16 @@ def write(name: str, content: bytes) -> None:
     Raises:
         OSError: it cannot be written, or others could change it.
     """
-    place = directory()
-    if place is None:
+    if (place := directory()) is None:
         raise OSError("there is no home directory")
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if problem := _strangers(place.stat()):
         raise PermissionError(problem)
     temporary = place / temporary_name()
     try:
-        with open(
-            os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600), "wb"
-        ) as f:
-            f.write(_digest(content) + content)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(_digest(content) + content)
         os.replace(temporary, place / name)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -97,11 +94,8 @@ def keep(name: str, content: bytes, what: str) -> None:
         logger.warning(
             "The compiled %s cannot be kept in %s (%s): it is compiled again in every process. Set %s to a directory "
             "of your own that nobody else can write to.",
-            what,
-            directory(),
-            error,
-            DIRECTORY_VARIABLE,
-        )
+            what, directory(), error, DIRECTORY_VARIABLE,
+        )  # fmt: skip
 
 
 def _digest(content: bytes) -> bytes:

@@ -76,8 +76,7 @@ def architecture(capability: tuple[int, int]) -> str:
     result, known = _nvrtc().nvrtcGetSupportedArchs()
     _check(result, "nvrtcGetSupportedArchs")
     major, minor = capability
-    fitting = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
-    if not fitting:
+    if not (fitting := [arch for arch in known if arch // 10 == major and arch % 10 <= minor]):
         raise KernelError(
             f"The GPU has compute capability {major}.{minor}, which NVRTC {'.'.join(map(str, nvrtc_version()))} does "
             f"not compile for. It knows {', '.join(f'{a // 10}.{a % 10}' for a in sorted(known))}. GPUs before 7.5 "
@@ -163,8 +162,7 @@ def cubin(kernel: Kernel, arch: str) -> Cubin:
         KernelError: the kernel cannot be compiled, see [`compile_kernel`].
     """
     file = name_of(kernel, arch)
-    found = cache.read(file)
-    if found is not None:
+    if (found := cache.read(file)) is not None:
         name, _, image = found.partition(b"\n")
         return Cubin(name.decode(), image)
     compiled = compile_kernel(kernel, arch)

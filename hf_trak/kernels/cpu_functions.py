@@ -34,17 +34,13 @@ def compiler() -> str | None:
     if not sys.platform.startswith("linux"):
         return None
     given = os.environ.get("CC")
-    for name in (given,) if given else COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
-            return os.path.realpath(path)
-    return None
+    path = next(filter(None, map(shutil.which, (given,) if given else COMPILERS)), None)
+    return None if path is None else os.path.realpath(path)
 
 
 def name_of(name: str) -> str | None:
     """Name a compiled file by a digest of everything that it depends on; `None` for no compiler."""
-    program = compiler()
-    if program is None:
+    if (program := compiler()) is None:
         return None
     status = os.stat(program)
     key = "\0".join(
@@ -66,14 +62,11 @@ def compiled(name: str, compile_now: bool = True) -> ctypes.CDLL | None:
     Returns:
         The library, or `None` without a compiler or with one that does not compile the file. A failure is logged.
     """
-    file = name_of(name)
-    if file is None:
+    if (file := name_of(name)) is None:
         return None
     image = cache.read(file)
-    if image is None and compile_now:
-        image = _compiled_now(name)
-        if image is not None:
-            cache.keep(file, image, f"function {name}")
+    if image is None and compile_now and (image := _compiled_now(name)) is not None:
+        cache.keep(file, image, f"function {name}")
     return None if image is None else _loaded(file, image)
 
 
@@ -156,8 +149,7 @@ class CompiledFunction:
             if self._compiled or (self._looked and not worth):
                 return
             self._looked, self._compiled = True, worth
-            library = compiled(self._file, compile_now=worth)
-            if library is None:
+            if (library := compiled(self._file, compile_now=worth)) is None:
                 return
             self._compiled = True
             function = getattr(library, self._name)

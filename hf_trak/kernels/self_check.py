@@ -156,10 +156,8 @@ def checked_instruction(
                 logger.warning(
                     "The kernel of the dense map for Hopper GPUs is not used on %s; the one for all GPUs, which is "
                     "slower, takes its place. Set %s=0 to choose that without this warning. The reason: %s",
-                    device,
-                    WGMMA_VARIABLE,
-                    error,
-                )
+                    device, WGMMA_VARIABLE, error,
+                )  # fmt: skip
             else:
                 return instruction
         instruction = "mma"

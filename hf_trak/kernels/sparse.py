@@ -118,11 +118,7 @@ def accumulate_sjlt(
             plan.tiling.groups,
             plan.tiling.tile,
         )
-        launch = Launch(
-            sjlt_kernel(block.dtype),
-            (block.shape[0], plan.splits, plan.tiling.tiles),
-            shared_bytes(block.element_size()),
-            arguments,
-        )
+        grid = (block.shape[0], plan.splits, plan.tiling.tiles)
+        launch = Launch(sjlt_kernel(block.dtype), grid, shared_bytes(block.element_size()), arguments)
         runtime.launch(launch, block.device)
         reduce(runtime, segment, partials)

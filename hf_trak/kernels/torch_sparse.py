@@ -227,8 +227,7 @@ class SparseMap:
     def _region(self, index: int, model_id: int, copy: int, device: torch.device) -> _Region:
         """Get the bits of region `index` from the cache or from the generator."""
         key = (index, model_id, copy, device)
-        region = self._regions.get(key)
-        if region is not None:
+        if (region := self._regions.get(key)) is not None:
             self._regions.move_to_end(key)
             return region
         origin = index * _REGION

@@ -114,14 +114,12 @@ class AggregatedModelOutput(BatchedModelOutput):
     def _counted(self, batch: Batch) -> Tensor:
         valid = self.labelled(batch)
         for name in (TARGET_MASK, TARGET_WEIGHTS):
-            column = self.unit_column(batch, name, valid)
-            if column is not None:
+            if (column := self.unit_column(batch, name, valid)) is not None:
                 valid = valid & (column != 0)
         return valid
 
     def _weights(self, batch: Batch, valid: Tensor, like: Tensor) -> Tensor:
-        weights = self.unit_column(batch, TARGET_WEIGHTS, valid)
-        if weights is not None:
+        if (weights := self.unit_column(batch, TARGET_WEIGHTS, valid)) is not None:
             return weights.to(like.dtype) * valid
         if self.aggregation == "sum":
             return valid.to(like.dtype)

@@ -206,6 +206,15 @@ def looked_at(tensor: Tensor) -> Tensor:
     return plain.flatten(0, 1) if plain.ndim > tensor.ndim else plain
 
 
+def first_marked(marks: Tensor) -> list[int] | None:
+    """Return the place of the first true entry of a tensor whose first dimension is the batch, or `None`.
+
+    Under `torch.func.vmap`, this looks at all vectorized samples.
+    """
+    places = looked_at(marks).nonzero()
+    return places[0].tolist() if len(places) else None
+
+
 def check_labels(labels: Tensor, num_classes: int) -> None:
     """Check that every label is a class. Under `torch.func.vmap`, this covers all vectorized samples.
 

@@ -14,6 +14,7 @@ from hf_trak.modelout_functions.batches import (
     check_labels,
     class_labels,
     find_logits,
+    first_marked,
     inputs_of,
     logits_of,
     looked_at,
@@ -166,11 +167,8 @@ class TextClassificationModelOutput(ClassificationModelOutput):
         Returns:
             `torch.Tensor`: a scalar.
         """
-        kwargs = {
-            "input_ids": input_id.unsqueeze(0),
-            "token_type_ids": token_type_id.unsqueeze(0),
-            "attention_mask": attention_mask.unsqueeze(0),
-        }
+        named = {"input_ids": input_id, "token_type_ids": token_type_id, "attention_mask": attention_mask}
+        kwargs = {name: given.unsqueeze(0) for name, given in named.items()}
         label = label.unsqueeze(0)
         return margin(logits_of(call_model(model, weights, buffers, (), kwargs), label), label).squeeze(0)
 
@@ -223,10 +221,8 @@ class MultiLabelClassificationModelOutput(AggregatedModelOutput):
 
     def check(self, model_output: Any, batch: Batch) -> None:
         labels = self._read(model_output, batch)[1]
-        strange = (labels != 0) & (labels != 1) & (labels != IGNORED)
-        strange = looked_at(strange)
-        if bool(strange.any()):
-            sample, name = strange.nonzero()[0].tolist()
+        if strange := first_marked((labels != 0) & (labels != 1) & (labels != IGNORED)):
+            sample, name = strange
             value = looked_at(labels)[sample, name].item()
             raise ValueError(
                 f"Class {name} of sample {sample} has the label {value}. Expected 0 or 1, or {IGNORED} for no label. "
@@ -288,11 +284,9 @@ class RegressionModelOutput(BatchedModelOutput):
     def out_to_loss_grad(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         predictions = _predictions(model_output).detach()
         residuals = _regression_labels(batch, predictions) - predictions
-        bad = looked_at(~residuals.isfinite())
-        if bool(bad.any()):
-            index = int(bad.nonzero()[0])
+        if bad := first_marked(~residuals.isfinite()):
             raise ValueError(
-                f"The label of sample {index} or its prediction is not finite. Expected finite numbers. Look at that "
+                f"The label of sample {bad[0]} or its prediction is not finite. Expected finite numbers. Look at that "
                 "row for a missing label."
             )
         return residuals

@@ -36,15 +36,6 @@ class ClipEmbeddings:
     stamp: WeightsStamp
     model: weakref.ref[torch.nn.Module]
 
-    def negatives(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return image and text embeddings `(count, d)` of the simulated negatives, drawn by N, count and seed alone.
-
-        Raises:
-            ValueError: there are fewer than `count` embeddings.
-        """
-        rows = draw_rows(self.image.shape[0], count, seed)
-        return self.image[rows], self.text[rows]
-
 
 def draw_rows(total: int, count: int, seed: int) -> list[int]:
     """Draw `count` of the numbers 0 … total − 1, uniformly without replacement, and return them ascending.
@@ -414,12 +405,20 @@ class CLIPModelOutput(BatchedModelOutput):
         cached = self._negatives
         if cached is None or cached[0] is not embeddings or cached[1].device != features.device:
             # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
-            image, text = (
-                torch.func.debug_unwrap(rows.to(features.device), recurse=True)
-                for rows in embeddings.negatives(self.sim_batch_size, self.seed or 0)
-            )
+            chosen = draw_rows(len(embeddings.image), self.sim_batch_size, self.seed or 0)
+            image, text = (placed(rows[chosen], features) for rows in (embeddings.image, embeddings.text))
             self._negatives = cached = (embeddings, image, text)
         return cached[1:]
+
+
+def placed(rows: Tensor, like: Tensor) -> Tensor:
+    """Move rows that no transform of `torch.func` is about to the device of others.
+
+    Args:
+        rows: the rows.
+        like: a tensor on that device.
+    """
+    return torch.func.debug_unwrap(rows.to(like.device), recurse=True)
 
 
 def _contrasts(

@@ -56,8 +56,7 @@ class SigLIPModelOutput(CLIPModelOutput):
         image, text, scale = read_output(model_output)
         image_negatives, text_negatives = self._negatives_like(image)
         scale = self._scale(scale, tensors).to(image.device)
-        bias = parameter_of(tensors, "logit_bias")
-        if bias is None:
+        if (bias := parameter_of(tensors, "logit_bias")) is None:
             raise ValueError(
                 "The model has no parameter `logit_bias` (or it no longer exists). Expected one, as models trained "
                 "with the sigmoid loss have it. For a model trained with the softmax loss use the task 'clip'."

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
-from hf_trak.modelout_functions.batches import looked_at, mapping_of, takes_positions, with_positions
+from hf_trak.modelout_functions.batches import first_marked, mapping_of, takes_positions, with_positions
 from hf_trak.modelout_functions.deferred_logits import DeferredLogits
 from hf_trak.modelout_functions.margins import margins_of
 from hf_trak.modelout_functions.token_tasks import prepended_tokens
@@ -128,11 +128,10 @@ class CompletionModelOutput(BatchedModelOutput):
             ValueError: a completion has no token that is predicted.
         """
         mask = as_named(batch)[COMPLETION_MASK][..., 1:] != 0
-        empty = looked_at(~mask.flatten(1, -2).any(dim=-1) if mask.ndim > 2 else ~mask.any(dim=-1))
-        if bool(empty.any()):
+        if empty := first_marked(~mask.any(dim=-1)):
             raise ValueError(
-                f"A completion of sample {int(empty.reshape(len(empty), -1).any(dim=1).nonzero()[0])} of the batch "
-                "has no token. Expected at least one. Leave the row out, or truncate it less."
+                f"A completion of sample {empty[0]} of the batch has no token. Expected at least one. Leave the row "
+                "out, or truncate it less."
             )
 
 
@@ -178,10 +177,9 @@ def check_finite(values: Tensor, what: str) -> None:
         values: `(B,)`.
         what: what they are, for the error message.
     """
-    bad = looked_at(~values.isfinite())
-    if bool(bad.any()):
+    if bad := first_marked(~values.isfinite()):
         raise ValueError(
-            f"{what} of sample {int(bad.nonzero()[0])} is not finite. Expected a finite number. Look at that row for "
+            f"{what} of sample {bad[0]} is not finite. Expected a finite number. Look at that row for "
             "a missing value or an empty completion."
         )
 

@@ -229,9 +229,7 @@ _RULES: dict[Any, Callable[..., DeferredLogits | None]] = {
     _aten.sub.Tensor: _binary(torch.sub, False),
     _aten.tanh.default: lambda logits: _after(logits, _tanh_step),
     _aten._to_copy.default: _copied,
-    _aten.clone.default: _same,
-    _aten.detach.default: _same,
-    _aten.alias.default: _same,
+    **dict.fromkeys((_aten.clone.default, _aten.detach.default, _aten.alias.default), _same),
     _aten.slice.Tensor: _sliced,
 }
 
@@ -298,8 +296,7 @@ def in_chunks(model: nn.Module, compute: Callable[[], T]) -> T:
     Returns:
         What it returned.
     """
-    head = deferrable_head(model)
-    if head is None:
+    if (head := deferrable_head(model)) is None:
         return compute()
 
     def made(dtype: torch.dtype | None) -> LinearHead:

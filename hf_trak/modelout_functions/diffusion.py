@@ -36,7 +36,7 @@ from hf_trak.runtime.checks import checked_int
 DiffusionFunction = Literal["loss", "square"]
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 
-NOISED, TIMESTEPS, WANTED = "trak_noised", "trak_timesteps", "trak_wanted"
+NOISED, TIMESTEPS, WANTED = _ADDED = ("trak_noised", "trak_timesteps", "trak_wanted")
 """Entries of a batch: x_t `(B, K, …)`, t `(B, K)`, and y `(B, K, …)`."""
 
 
@@ -112,11 +112,8 @@ class DiffusionModelOutput(BatchedModelOutput):
         assert self.scheduler is not None
         clean = clean.unsqueeze(1)
         alphas = [self.scheduler["alphas_cumprod"][step] for step in self._steps]
-        shape = (1, len(alphas), *[1] * (clean.ndim - 2))
-        signal, spread = (
-            torch.tensor(values, dtype=clean.dtype).view(shape)
-            for values in ([math.sqrt(a) for a in alphas], [math.sqrt(1 - a) for a in alphas])
-        )
+        factors = torch.tensor([[math.sqrt(a), math.sqrt(1 - a)] for a in alphas], dtype=clean.dtype)
+        signal, spread = factors.T.reshape(2, 1, -1, *[1] * (clean.ndim - 2))
         noise = torch.randn(clean.shape[0], len(alphas), *clean.shape[2:], dtype=clean.dtype)
         wanted = {
             "epsilon": noise,
@@ -130,11 +127,7 @@ class DiffusionModelOutput(BatchedModelOutput):
         noised = _entry(batch, NOISED)
         assert isinstance(batch, Mapping)
         rows, copies = noised.shape[:2]
-        conditions = {
-            name: _repeated(value, rows, copies)
-            for name, value in batch.items()
-            if name not in (NOISED, TIMESTEPS, WANTED)
-        }
+        conditions = {name: _repeated(value, rows, copies) for name, value in batch.items() if name not in _ADDED}
         return (noised.flatten(0, 1),), {"timestep": _entry(batch, TIMESTEPS).flatten(), **conditions}
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from hf_trak.modelout_functions.base import Batch, Side, checked_choice
-from hf_trak.modelout_functions.batches import evaluating, looked_at
-from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows
+from hf_trak.modelout_functions.batches import evaluating, first_marked
+from hf_trak.modelout_functions.clip import MissingEmbeddingsError, draw_rows, placed
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.embeddings import EmbeddingModelOutput, text_digests
 from hf_trak.runtime.checks import check_finite_rows, checked_int, checked_positive
@@ -177,10 +177,7 @@ class EmbeddingPairsModelOutput(EmbeddingModelOutput):
         bank = self._require_bank()
         if self._held is None or self._held[0] is not bank or self._held[1].device != embeddings.device:
             # Under `torch.func` transforms results come wrapped for the transform at hand; they must not outlive it.
-            moved, digests = (
-                torch.func.debug_unwrap(each.to(embeddings.device), recurse=True)
-                for each in (bank.embeddings, bank.digests)
-            )
+            moved, digests = (placed(each, embeddings) for each in (bank.embeddings, bank.digests))
             moved = normalize(moved, dim=-1) if self.similarity == "cosine" else moved
             self._held = (bank, moved, digests)
         return self._held[1:]
@@ -294,10 +291,9 @@ def _logit(candidates: Tensor) -> Tensor:
 
 
 def _check_negatives(same: Tensor, hard: Tensor) -> None:
-    alone = looked_at(same.all(dim=-1)) if hard.shape[1] == 0 else None
-    if alone is not None and bool(alone.any()):
+    if hard.shape[1] == 0 and (alone := first_marked(same.all(dim=-1))):
         raise ValueError(
-            f"Row {int(alone.nonzero()[0])} of the batch shares its anchor or its positive with every simulated row, "
+            f"Row {alone[0]} of the batch shares its anchor or its positive with every simulated row, "
             "so that it has no negative. Expected rows with other texts among them. Raise `simulated_batch_size`, or "
             "use a task of another loss."
         )

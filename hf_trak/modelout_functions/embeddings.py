@@ -60,8 +60,7 @@ def stacked_texts(batch: Mapping[str, Any], fill: int = 0) -> dict[str, Any]:
     Raises:
         ValueError: there are no texts, or columns that cannot share a pass through the model.
     """
-    columns = [name.removesuffix(_SUFFIX) for name in batch if name.endswith(_SUFFIX)]
-    if not columns:
+    if not (columns := [name.removesuffix(_SUFFIX) for name in batch if name.endswith(_SUFFIX)]):
         raise ValueError(
             f"The data collator made a batch with {list(batch)}, and no column of tokens (`<column>{_SUFFIX}`). "
             "Expected texts, tokenized by the collator of a `SentenceTransformerTrainer`. Use "

@@ -49,9 +49,7 @@ class FunctionModelOutput(BatchedModelOutput):
         self.model_inputs_fn = model_inputs_fn
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.model_inputs_fn is not None:
-            return self.model_inputs_fn(batch)
-        return inputs_of(batch)
+        return (self.model_inputs_fn or inputs_of)(batch)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
         return one_per_sample(self.output_fn(model_output, batch), size_of(batch), "`output_fn`")

@@ -57,7 +57,8 @@ class LossModelOutput(WrappingModelOutput):
 
     def bind(self, model: torch.nn.Module) -> None:
         if not self._given:
-            self._task = _checked(_task_of(model))
+            name = known_task(model)
+            self._task = _checked(ClassificationModelOutput() if name is None else TASKS_OF_MODELS[name]())
         super().bind(model)
 
     def output(self, model_output: Any, batch: Batch, side: Side = "train") -> Tensor:
@@ -124,13 +125,6 @@ class GaussNewtonModelOutput(LossModelOutput):
 
 _LEAST_Q = 1e-12
 """Gradients of rows with a smaller q are rounding in float32, and stay so."""
-
-
-def _task_of(model: torch.nn.Module) -> BatchedModelOutput:
-    name = known_task(model)
-    task = ClassificationModelOutput() if name is None else TASKS_OF_MODELS[name]()
-    assert isinstance(task, BatchedModelOutput)
-    return task
 
 
 def _checked(task: Any) -> BatchedModelOutput:

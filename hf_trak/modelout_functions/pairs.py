@@ -53,8 +53,7 @@ def is_default(collator: Any) -> bool:
 
 def padding_token(collator: Any) -> int:
     """Return the token that a collator pads with; 0, which masks cover, where it names none."""
-    named = getattr(collator, "pad_token_id", None)
-    if named is None:
+    if (named := getattr(collator, "pad_token_id", None)) is None:
         named = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     return 0 if named is None else int(named)
 

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hf_trak.modelout_functions.base import Batch, Collator, Side, WrappingCollator, checked_choice
 from hf_trak.modelout_functions.completions import (
@@ -77,10 +76,8 @@ def _padded_rollouts(rows: Sequence[Any], fill: int) -> dict[str, Tensor]:
             batch[name] = torch.tensor([float(value) for value in values])
             continue
         pairs = zip(prompts, values, strict=True)
-        made = pad_sequence(
-            [torch.tensor([0.0] * len(before) + list(map(float, value))) for before, value in pairs], True
-        )
-        batch[name] = torch.nn.functional.pad(made, (0, width - made.shape[1]))
+        given = [[0.0] * len(before) + list(map(float, value)) for before, value in pairs]
+        batch[name] = torch.tensor([row + [0.0] * (width - len(row)) for row in given])
     return batch
 
 

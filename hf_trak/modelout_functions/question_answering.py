@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.batches import entry_of, looked_at, mapping_of
+from hf_trak.modelout_functions.batches import entry_of, first_marked, looked_at, mapping_of
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import margin
 
@@ -51,9 +51,8 @@ class QuestionAnsweringModelOutput(AggregatedModelOutput):
         positions, real, valid = _places(_mapping(batch))
         padding = (positions >= 0) & (positions < real.shape[1]) & ~valid
         for wrong, reason in ((positions < 0, "negative"), (padding, "padding")):
-            seen = looked_at(wrong)
-            if bool(seen.any()):
-                sample, end = seen.nonzero()[0].tolist()
+            if seen := first_marked(wrong):
+                sample, end = seen
                 raise ValueError(
                     f"`{ENDS[end]}` of sample {sample} is {int(looked_at(positions)[sample, end])}, which is "
                     f"{reason}. Expected the position of a token of the sequence, or its length or more for an answer "

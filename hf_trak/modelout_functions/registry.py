@@ -85,8 +85,7 @@ def infer_task(model: torch.nn.Module) -> str:
     Raises:
         ValueError: no task is known for the model.
     """
-    task = known_task(model)
-    if task is None:
+    if (task := known_task(model)) is None:
         raise ValueError(
             f"No task is known for a {type(unwrapped(model)[1]).__name__}. Expected a model with a head, as "
             f"`AutoModelFor…` loads it. Pass `task=`: one of {sorted(TASK_TO_MODELOUT)}, a function (model_output, "

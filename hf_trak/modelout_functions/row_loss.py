@@ -145,8 +145,7 @@ class _CTCLoss:
 
     def _frames(self, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Count the frames of every row, `(B,)`."""
-        mask = batch.get("attention_mask")
-        if mask is None:
+        if (mask := batch.get("attention_mask")) is None:
             return torch.full((logits.shape[0],), logits.shape[1], device=logits.device)
         frames: Tensor = self.frames_of(mask.sum(dim=-1))
         return frames.to(torch.long)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import AbstractModelOutput, Batch, BatchedModelOutput, Side, WrappingModelOutput
-from hf_trak.modelout_functions.batches import looked_at
+from hf_trak.modelout_functions.batches import first_marked, looked_at
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.loss import LossModelOutput
 
@@ -156,9 +156,8 @@ def _taken_apart(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _check_weights(weights: Tensor) -> None:
-    negative = looked_at(weights < 0)
-    if bool(negative.any()):
-        sample, label = negative.nonzero()[0].tolist()
+    if negative := first_marked(weights < 0):
+        sample, label = negative
         raise ValueError(
             f"Label {label} of sample {sample} has the weight {float(looked_at(weights)[sample, label])} in "
             "`target_weights`. Expected no negative weight of a training example, for which no Fisher information is "

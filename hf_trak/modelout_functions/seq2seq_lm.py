@@ -56,8 +56,7 @@ class Seq2SeqLMModelOutput(TokenModelOutput):
         return column if column is None else _moved(column, self._lead(batch))
 
     def labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        labels = given_labels(batch)
-        if labels is None:
+        if (labels := given_labels(batch)) is None:
             raise ValueError(
                 f"The batch has the keys {list(batch)}, and so no labels. Expected `labels` (B, tokens) with the ids "
                 f"of the target text, {IGNORED} for padding. Tokenize it with `tokenizer(text_target=...)` and "
@@ -89,8 +88,7 @@ def _shifting(model: Any) -> Callable[[Tensor], Tensor] | None:
 
     It is the model's own method, or else puts the start token first and the padding token in place of [`IGNORED`].
     """
-    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None:
+    if (own := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         return lambda labels: own(labels=labels)
     config = getattr(model, "config", None)
     start, pad = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))

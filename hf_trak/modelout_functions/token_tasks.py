@@ -76,9 +76,7 @@ class TokenColumnsCollator(WrappingCollator):
                         f"Row {i} of the batch has {len(entries)} entries in `{name}`, but {count} in "
                         f"`{self.beside}`. Expected the same number. Make both with one call of the tokenizer."
                     )
-        fill, dtype = {"labels": (IGNORED, torch.long), TARGET_WEIGHTS: (0.0, torch.float32)}.get(
-            name, (0, torch.long)
-        )
+        fill, dtype = IGNORED if name == "labels" else 0, torch.float32 if name == TARGET_WEIGHTS else torch.long
         padded = torch.full((len(column), width), fill, dtype=dtype)
         for i, entries in enumerate(column):
             start = width - len(entries) if self._left(i, batch) else 0

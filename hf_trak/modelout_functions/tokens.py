@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS
 from hf_trak.modelout_functions.base import Batch
-from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, find_logits, looked_at
+from hf_trak.modelout_functions.batches import LABEL_NAMES, as_sequence, find_logits, first_marked, looked_at
 
 IGNORED = -100
 """The label of tokens that are not to be predicted, as everywhere in the ecosystem."""
@@ -155,10 +155,8 @@ def token_logits(model_output: Any, labels: Tensor, head: str, prepended: int = 
 
 def check_tokens(labels: Tensor, valid: Tensor, classes: int) -> None:
     """Raise `ValueError` if a label that counts (`valid`, `(B, T)`) is no class of the model."""
-    outside = valid & ((labels < 0) | (labels >= classes))
-    outside = looked_at(outside)
-    if bool(outside.any()):
-        sample, token = outside.nonzero()[0].tolist()
+    if outside := first_marked(valid & ((labels < 0) | (labels >= classes))):
+        sample, token = outside
         raise ValueError(
             f"Token {token} of sample {sample} has the label {int(looked_at(labels)[sample, token])}, but the model "
             f"has {classes} classes. Expected 0 … {classes - 1}, or {IGNORED} for no label. Do tokenizer "

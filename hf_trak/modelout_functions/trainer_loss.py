@@ -287,8 +287,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             leaves, spec = tree_flatten(model_output)
             given = [leaf(one, size) for one in leaves]
             opened = tree_unflatten(given, spec)
-            used = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
-            if not used:
+            if not (used := [one for one in given if isinstance(one, Tensor) and one.requires_grad]):
                 return None
             count = None if items is None else torch.tensor(items, device=used[0].device)
             rows = list[Tensor]()

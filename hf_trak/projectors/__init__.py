@@ -31,27 +31,8 @@ from hf_trak.projectors.functional import (
 )
 
 __all__ = [
-    "AbstractProjector",
-    "BasicProjector",
-    "BasicSingleBlockProjector",
-    "BlockProjector",
-    "ChunkedCudaProjector",
-    "CudaProjector",
-    "FactoredProjector",
-    "FastJlProjector",
-    "MapName",
-    "NoOpProjector",
-    "NormalProjector",
-    "ProjectionSink",
-    "ProjectionType",
-    "RademacherProjector",
-    "SparseProjector",
-    "make_projector",
-    "normal",
-    "normal_transposed",
-    "rademacher",
-    "rademacher_transposed",
-    "require_finite",
-    "sjlt",
-    "sjlt_transposed",
-]
+    "AbstractProjector", "BasicProjector", "BasicSingleBlockProjector", "BlockProjector", "ChunkedCudaProjector",
+    "CudaProjector", "FactoredProjector", "FastJlProjector", "MapName", "NoOpProjector", "NormalProjector",
+    "ProjectionSink", "ProjectionType", "RademacherProjector", "SparseProjector", "make_projector", "normal",
+    "normal_transposed", "rademacher", "rademacher_transposed", "require_finite", "sjlt", "sjlt_transposed",
+]  # fmt: skip

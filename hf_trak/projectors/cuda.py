@@ -38,7 +38,30 @@ class _OverDenseMap(BlockProjector):
         device: str | torch.device,
         dtype: torch.dtype = torch.float32,
         model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
+        """
+        Args:
+            grad_dim (`int`):
+                P, length of a gradient vector, 1 ≤ P < 2⁶³.
+            proj_dim (`int`):
+                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
+            seed (`int`):
+                Seed of the random matrix, 0 ≤ seed < 2⁶³.
+            proj_type (`str` or `ProjectionType`):
+                Distribution of the entries, `"rademacher"` or `"normal"`.
+            device (`str` or `torch.device`):
+                Device on which `project` expects gradients.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+                Dtype of what `project` returns; sums are accumulated in float32.
+            model_id (`int`, *optional*, defaults to 0):
+                Checkpoint whose matrix `generate_sketch_matrix` gives. `project` takes its own.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is outside its range, `proj_type` is unknown, or `dtype` is not floating point.
+        """
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
         check_proj_type(type(self), proj_type, (ProjectionType.rademacher, ProjectionType.normal))
         if not dtype.is_floating_point:
@@ -221,41 +244,7 @@ class BasicSingleBlockProjector(_OverDenseMap):
     Needs 4 · P · k bytes; meant for tests.
     """
 
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
-        dtype: torch.dtype = torch.float32,
-        model_id: int = 0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            grad_dim (`int`):
-                P, length of a gradient vector, 1 ≤ P < 2⁶³.
-            proj_dim (`int`):
-                k, length of a projected gradient, 1 ≤ k ≤ 2²⁴.
-            seed (`int`):
-                Seed of the random matrix, 0 ≤ seed < 2⁶³.
-            proj_type (`str` or `ProjectionType`):
-                Distribution of the entries, `"rademacher"` or `"normal"`.
-            device (`str` or `torch.device`):
-                Device on which `project` expects gradients.
-            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-                Dtype of what `project` returns; sums are accumulated in float32.
-            model_id (`int`, *optional*, defaults to 0):
-                Checkpoint whose matrix `generate_sketch_matrix` gives. `project` takes its own.
-
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: a number is outside its range, `proj_type` is unknown, or `dtype` is not floating point.
-        """
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
-        self._matrix: tuple[int, torch.device, Tensor] | None = None
+    _matrix: tuple[int, torch.device, Tensor] | None = None
 
     def generate_sketch_matrix(self) -> Tensor:
         """Return R of the constructor's `model_id`, `(P, k)`, float32, on `device`."""

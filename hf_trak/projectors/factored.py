@@ -296,8 +296,7 @@ class _FactoredSink(ProjectionSink):
             return
         left, right = left.detach(), right.detach()
         with torch.no_grad(), without_autocast(left.device):
-            matrix = self._factored.matrix_of(start, left.shape[2], right.shape[2])
-            if matrix is None:
+            if (matrix := self._factored.matrix_of(start, left.shape[2], right.shape[2])) is None:
                 for offset, block in formed_slices(left, right):
                     self._add(start + offset, block)
             else:

@@ -45,9 +45,7 @@ def sjlt(x: Tensor, k: int, seed: int = 0, nonzeros: int = 1, model_id: int = 0,
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
-    nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
-    return _projected(x, k, "sjlt", seed, model_id, nonzeros, 1 / math.sqrt(nonzeros) if scaled else 1.0)
+    return _projected(x, k, "sjlt", seed, model_id, scaled, nonzeros)
 
 
 def rademacher(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
@@ -74,8 +72,7 @@ def rademacher(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
-    return _projected(x, k, "rademacher", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+    return _projected(x, k, "rademacher", seed, model_id, scaled)
 
 
 def normal(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
@@ -100,8 +97,7 @@ def normal(x: Tensor, k: int, seed: int = 0, model_id: int = 0, scaled: bool = T
         TypeError: a number is not an integer, or `x` no tensor.
         ValueError: a number is outside its range, or `x` has no dimension or another dtype.
     """
-    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
-    return _projected(x, k, "normal", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+    return _projected(x, k, "normal", seed, model_id, scaled)
 
 
 def sjlt_transposed(
@@ -132,9 +128,7 @@ def sjlt_transposed(
         TypeError: a number is not an integer, or `y` no tensor.
         ValueError: a number is outside its range, or `y` has no dimension or another dtype.
     """
-    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
-    nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
-    return _transposed(y, n, "sjlt", seed, model_id, nonzeros, 1 / math.sqrt(nonzeros) if scaled else 1.0)
+    return _transposed(y, n, "sjlt", seed, model_id, scaled, nonzeros)
 
 
 def rademacher_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
@@ -161,8 +155,7 @@ def rademacher_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, s
         TypeError: a number is not an integer, or `y` no tensor.
         ValueError: a number is outside its range, or `y` has no dimension or another dtype.
     """
-    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
-    return _transposed(y, n, "rademacher", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+    return _transposed(y, n, "rademacher", seed, model_id, scaled)
 
 
 def normal_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, scaled: bool = True) -> Tensor:
@@ -189,26 +182,31 @@ def normal_transposed(y: Tensor, n: int, seed: int = 0, model_id: int = 0, scale
         TypeError: a number is not an integer, or `y` no tensor.
         ValueError: a number is outside its range, or `y` has no dimension or another dtype.
     """
-    k = checked_int(_outputs(y), "y.shape[-1]", 1, MAX_PROJ_DIM)
-    return _transposed(y, n, "normal", seed, model_id, 1, 1 / math.sqrt(k) if scaled else 1.0)
+    return _transposed(y, n, "normal", seed, model_id, scaled)
 
 
-def _projected(x: Tensor, k: int, name: str, seed: int, model_id: int, nonzeros: int, scale: float) -> Tensor:
+def _projected(x: Tensor, k: int, name: str, seed: int, model_id: int, scaled: bool, nonzeros: int = 1) -> Tensor:
     """Check the arguments, and multiply by R."""
+    k = checked_int(k, "k", 1, MAX_PROJ_DIM)
+    nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
     _check_tensor(x, "x")
-    return _multiplied(x, k, (name, check_seed(seed), check_model_id(model_id), nonzeros), False, scale)
+    of_map = (name, check_seed(seed), check_model_id(model_id), nonzeros)
+    return _multiplied(x, k, of_map, False, _scale(name, k, nonzeros) if scaled else 1.0)
 
 
-def _transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, nonzeros: int, scale: float) -> Tensor:
+def _transposed(y: Tensor, n: int, name: str, seed: int, model_id: int, scaled: bool, nonzeros: int = 1) -> Tensor:
     """Check the arguments, and multiply by Rᵀ."""
-    n = checked_int(n, "n", 0, MAX_GRAD_DIM)
-    return _multiplied(y, n, (name, check_seed(seed), check_model_id(model_id), nonzeros), True, scale)
-
-
-def _outputs(y: Tensor) -> int:
-    """Check the tensor, and return k, the size of its last dimension."""
     _check_tensor(y, "y")
-    return y.shape[-1]
+    k = checked_int(y.shape[-1], "y.shape[-1]", 1, MAX_PROJ_DIM)
+    nonzeros = checked_int(nonzeros, "nonzeros", 1, k)
+    n = checked_int(n, "n", 0, MAX_GRAD_DIM)
+    of_map = (name, check_seed(seed), check_model_id(model_id), nonzeros)
+    return _multiplied(y, n, of_map, True, _scale(name, k, nonzeros) if scaled else 1.0)
+
+
+def _scale(name: str, k: int, nonzeros: int) -> float:
+    """Compute the factor by which products keep their expectation."""
+    return 1 / math.sqrt(nonzeros if name == "sjlt" else k)
 
 
 def _check_tensor(tensor: Tensor, name: str) -> None:

@@ -130,10 +130,10 @@ def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> 
     Returns:
         The parts in order, and the number of characters that were left out.
     """
-    best = _most_attributed(text, spans)
-    if best is None:
+    if not (inside := [span for span in spans if 0 <= span.start < span.stop <= len(text)]):
         return [Piece(visible(text[:limit]))], max(0, len(text) - limit)
-    start, stop = best
+    best = max(inside, key=lambda span: span.score)
+    start, stop = best.start, best.stop
     first = 0 if stop <= limit else max(0, start - _CONTEXT)
     last = min(len(text), first + limit)
     stop = min(stop, last)
@@ -141,15 +141,6 @@ def pieces(text: str, spans: Iterable[Span] = (), limit: int = LONGEST_TEXT) -> 
     if first:
         cut.insert(0, Piece("…"))
     return [piece for piece in cut if piece.text], len(text) - (last - first)
-
-
-def _most_attributed(text: str, spans: Iterable[Span]) -> tuple[int, int] | None:
-    """Find the span of the highest score, or `None` if no span is inside the text."""
-    inside = [span for span in spans if 0 <= span.start < span.stop <= len(text)]
-    if not inside:
-        return None
-    best = max(inside, key=lambda span: span.score)
-    return best.start, best.stop
 
 
 def plain(parts: Sequence[Piece], limit: int = 80) -> str:
@@ -305,8 +296,6 @@ def as_row(row: Any) -> Mapping[str, Any]:
             named.setdefault("image", value)
         elif _is_scalar(value):
             named.setdefault("label", value)
-        elif isinstance(value, str):
-            named.setdefault("text", value)
     return named
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from hf_trak.report.content import EncodedImage, is_tensor, visible
+from hf_trak.runtime.checks import required
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -70,12 +71,9 @@ def as_pixels(image: Any) -> np.ndarray:
     array = as_array(as_plain(image) if hasattr(image, "convert") else image)
     if array.dtype == np.uint8:
         return array / 255.0
-    array = array.astype(np.float64)
-    array = np.nan_to_num(array, nan=0.0, posinf=0.0, neginf=0.0)
+    array = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     low, high = float(array.min()), float(array.max())
-    if low >= 0.0 and high <= 1.0:
-        return array
-    return (array - low) / ((high - low) or 1.0)
+    return array if low >= 0.0 and high <= 1.0 else (array - low) / ((high - low) or 1.0)
 
 
 def as_plain(image: Any) -> Any:
@@ -160,13 +158,8 @@ def pillow() -> Any:
     Raises:
         ImportError: pillow is not installed.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "Images in a report need pillow, which is not installed. Install it with `pip install pillow`."
-        ) from error
-    return Image
+    message = "Images in a report need pillow, which is not installed. Install it with `pip install pillow`."
+    return required("PIL.Image", message)
 
 
 def _of_file(encoded: EncodedImage, most: int) -> "Picture":
@@ -320,8 +313,7 @@ class PictureBook:
         """
         small = _small(image, _SIDES[size])
         content = xxhash.xxh3_128(f"{small.mode} {small.size}".encode() + small.tobytes()).hexdigest()
-        found = self._pictures.get((content, size))
-        if found is None:
+        if (found := self._pictures.get((content, size))) is None:
             found = _encode(f"p{len(self._pictures)}", small)
             self._pictures[content, size] = found
             if found.pixelated:  # the same at every size
@@ -352,10 +344,7 @@ def _in_bytes(image: Any) -> "Image.Image":
 def _encode(key: str, picture: "Image.Image") -> Thumbnail:
     pixelated = max(picture.size) <= SMALL
     buffer = io.BytesIO()
-    if pixelated:
-        picture.save(buffer, "PNG", optimize=True)
-    else:
-        picture.save(buffer, "WEBP", quality=_QUALITY)
-    kind = "png" if pixelated else "webp"
+    kind, options = ("png", {"optimize": True}) if pixelated else ("webp", {"quality": _QUALITY})
+    picture.save(buffer, kind, **options)
     uri = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return Thumbnail(key, uri, picture.width, picture.height, pixelated)

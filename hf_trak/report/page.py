@@ -212,7 +212,8 @@ def _summary(run: AttributionRun, targets: Sequence[TargetView]) -> list[tuple[s
 
 def _assets(with_script: bool) -> dict[str, Any]:
     """Load style and script, marked as safe, and make the policy that allows them and nothing else."""
-    return assets(_file("report.css"), _file("report.js") if with_script else "") | {"version": __version__}
+    script = packaged_text("report.js") if with_script else ""
+    return assets(packaged_text("report.css"), script) | {"version": __version__}
 
 
 def assets(style: str, script: str = "") -> dict[str, Any]:
@@ -224,16 +225,11 @@ def assets(style: str, script: str = "") -> dict[str, Any]:
     """
     from markupsafe import Markup
 
-    policy = [
-        "default-src 'none'",
-        "img-src data:",
-        "media-src data:",
-        f"style-src '{_digest(style)}'",
-        f"script-src '{_digest(script)}'" if script else "script-src 'none'",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
-    return {"style": Markup(style), "script": Markup(script), "policy": "; ".join(policy)}
+    policy = (
+        f"default-src 'none'; img-src data:; media-src data:; style-src '{_digest(style)}'; "
+        f"script-src '{_digest(script) if script else 'none'}'; base-uri 'none'; form-action 'none'"
+    )
+    return {"style": Markup(style), "script": Markup(script), "policy": policy}
 
 
 def _digest(text: str) -> str:
@@ -241,8 +237,14 @@ def _digest(text: str) -> str:
 
 
 @cache
-def _file(name: str) -> str:
-    return (files("hf_trak.report") / "templates" / name).read_text(encoding="utf-8")
+def packaged_text(name: str, directory: str = "report/templates") -> str:
+    """Read a file that comes with this package.
+
+    Args:
+        name: name of the file.
+        directory: its directory in the package.
+    """
+    return (files("hf_trak") / directory / name).read_text(encoding="utf-8")
 
 
 @cache
@@ -261,7 +263,7 @@ def environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
         # Removing the line breaks between tags saves a third of the nodes of a page.
-        loader=DictLoader({name: _BETWEEN_TAGS.sub(">", _file(name)) for name in names}),
+        loader=DictLoader({name: _BETWEEN_TAGS.sub(">", packaged_text(name)) for name in names}),
         finalize=_not_none,
         extensions=[],
     )

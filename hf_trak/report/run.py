@@ -51,17 +51,15 @@ _SPARE_DEPTH = 50  # a margin, since a value that can just be written here canno
 
 def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
     """Collect the facts that are known from the store and the configuration."""
-    config = attributor.store.config
-    args = attributor.args
+    store, args = attributor.store, attributor.args
+    config = store.config
     return {
         "model": config.get("model_name") or config.get("model_class"),
         "model_class": config.get("model_class"),
         "model_revision": config.get("model_revision"),
         "task": config.get("task"),
         "parameters": attributor.layout.total,
-        "checkpoints": [
-            Path(str(attributor.store.checkpoint_info(i)["source"])).name for i in attributor.store.model_ids
-        ],
+        "checkpoints": [Path(str(store.checkpoint_info(i)["source"])).name for i in store.model_ids],
         "projection": config.get("projection"),
         "features": attributor.proj_dim,
         "ridge": f"{args.lambda_relative:g} relative",
@@ -125,11 +123,9 @@ def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]
     for row in scored.select_columns([name]).with_format("numpy"):
         scores = row[name]
         order = np.argsort(-scores, kind="stable")
-        for indices, (rows, values) in zip(
-            (order[:k], order[::-1][:k]), (TOP_K_COLUMNS[:2], TOP_K_COLUMNS[2:]), strict=True
-        ):
-            ends[rows].append(indices.tolist())
-            ends[values].append(scores[indices].tolist())
+        best, worst = order[:k], order[::-1][:k]
+        for column, values in zip(TOP_K_COLUMNS, (best, scores[best], worst, scores[worst]), strict=True):
+            ends[column].append(values.tolist())
         block = [(0, n, torch.from_numpy(np.array(scores)[:, None]))]
         parts.append(ScoreDistributions.from_blocks(block, scores.min(keepdims=True), scores.max(keepdims=True)))
     merged = ScoreDistributions(
@@ -149,9 +145,8 @@ def with_scores_of(rows: Any, scored: Dataset) -> Dataset:
         scored: the score columns.
     """
     shown = as_dataset([rows[i] for i in range(len(rows))])
-    shown = shown.remove_columns(
-        [name for name in TOP_K_COLUMNS if name in shown.column_names]
-    )  # scores of an earlier call
+    earlier = [name for name in TOP_K_COLUMNS if name in shown.column_names]  # scores of an earlier call
+    shown = shown.remove_columns(earlier)
     for name in scored.column_names:
         if name not in shown.column_names:
             shown = shown.add_column(name, scored[name][:])
@@ -276,15 +271,9 @@ class AttributionRun:
         from hf_trak.hub.loading import AbsentRows  # a downloaded index comes without training rows
         from hf_trak.report.words import with_words  # loads tasks, which a run that is read does without
 
-        train = attributor.train_dataset
-        run = cls(
-            with_words(attributor, scored),
-            None if isinstance(train, AbsentRows) else train,
-            None,
-            self_influence,
-            distributions,
-            {**known_facts(attributor), "targets": len(scored), **(facts or {})},
-        )
+        train = None if isinstance(attributor.train_dataset, AbsentRows) else attributor.train_dataset
+        every = {**known_facts(attributor), "targets": len(scored), **(facts or {})}
+        run = cls(with_words(attributor, scored), train, None, self_influence, distributions, every)
         run.check_rows(n)
         return run
 
@@ -442,8 +431,6 @@ class AttributionRun:
 
 def top_k_range(scored: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the lowest and the highest score of every target of a top-k result, `(m,)` each."""
-    rows = list(scored.with_format(None).select_columns(list(TOP_K_COLUMNS)))
-    return (
-        np.array([row[TOP_K_COLUMNS[3]][0] for row in rows], dtype=np.float64),
-        np.array([row[TOP_K_COLUMNS[1]][0] for row in rows], dtype=np.float64),
-    )
+    plain = scored.with_format(None)
+    low, high = (np.array([scores[0] for scores in plain[TOP_K_COLUMNS[at]]], dtype=np.float64) for at in (3, 1))
+    return low, high

@@ -135,15 +135,12 @@ def find_run(directory: str | Path) -> Path:
         raise ValueError(f"{directory} holds several runs. Expected one of {[str(path) for path in found]}.")
     if found or _is_being_saved(directory):
         return found[0] if found else directory
-    beside = sorted(path.parent.name for path in directory.parent.glob(f"*/{RUN}"))
+    advice = "Run `hf-trak attribute`, or save one with `AttributionRun.save`."
+    if beside := sorted(path.parent.name for path in directory.parent.glob(f"*/{RUN}")):
+        advice = f"Name one of {beside}, which are beside it."
     raise IncompleteStoreError(
         f"{directory} holds no run. Expected a directory with `{RUN}/{RECORD}`, or the `output_dir` of "
-        "`hf-trak attribute`. "
-        + (
-            f"Name one of {beside}, which are beside it."
-            if beside
-            else "Run `hf-trak attribute`, or save one with `AttributionRun.save`."
-        )
+        f"`hf-trak attribute`. {advice}"
     )
 
 
@@ -175,12 +172,7 @@ def read_record(directory: Path) -> RunRecord:
             ) from error
         raise
     save, facts, files = (content.get(name) for name in ("save", "facts", "files"))
-    if not (
-        isinstance(save, str)
-        and isinstance(facts, dict)
-        and isinstance(files, dict)
-        and all(_FILE.fullmatch(name) and _is_measure(entry) for name, entry in files.items())
-    ):
+    if not (isinstance(save, str) and isinstance(facts, dict) and isinstance(files, dict) and _are_measured(files)):
         raise StoreError(f"{path} does not say which files the run has, or has no facts. Expected both. {_REMEDY}")
     return RunRecord(save, facts, {name: (size, digest) for name, (size, digest) in files.items()})
 
@@ -292,8 +284,11 @@ def _is_being_saved(directory: Path) -> bool:
     return any(TEMPORARY.fullmatch(path.name) for path in directory.glob(".hf_trak-tmp-*"))
 
 
-def _is_measure(entry: object) -> bool:
-    return isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+def _are_measured(files: Mapping[str, object]) -> bool:
+    return all(
+        _FILE.fullmatch(name) and isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+        for name, entry in files.items()
+    )
 
 
 def _measured(path: Path) -> tuple[int, str]:

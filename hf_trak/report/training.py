@@ -169,20 +169,14 @@ class TrainingReport(Result):
         if (earlier := self.earlier) is None:
             return []
         change = mean_interval(self.losses - earlier.losses)
+        loss = f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})"
         found = [
-            (
-                "validation loss",
-                f"{earlier.loss:.4g}",
-                f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})",
-            ),
+            ("validation loss", f"{earlier.loss:.4g}", loss),
             ("training rows", f"{len(earlier.effects):,}", f"{len(self.effects):,}"),
             ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
         ]
-        for kind, before, after in (
-            ("source", earlier.sources, self.sources),
-            ("label", earlier.labels, self.labels),
-        ):
+        for kind, before, after in (("source", earlier.sources, self.sources), ("label", earlier.labels, self.labels)):
             was, now = ({one.value: f"{one.effect:+.3g}" for one in groups} for groups in (before, after))
             found += [(f"{kind} {name}", was.get(name, "no row"), now.get(name, "no row")) for name in {**was, **now}]
         return found
@@ -225,16 +219,13 @@ class TrainingReport(Result):
         }
         tables = {"sources": self.sources, "labels": self.labels}
         for name, groups in tables.items():
-            rows = [(_cell(one.value), f"{one.rows:,}", f"{one.effect:+.3g}", f"{one.each:+.3g}") for one in groups]
-            found |= _table(f"report/{name}", (name, "rows", "effect", "per row"), rows)
+            cells = [(_cell(one.value), f"{one.rows:,}", f"{one.effect:+.3g}", f"{one.each:+.3g}") for one in groups]
+            found |= _table(f"report/{name}", (name, "rows", "effect", "per row"), cells)
         ends = [*self.harmful(LOGGED), *reversed(self.helpful(LOGGED))]
         found |= _table("report/rows", ("row", "effect"), [(str(row), f"{self.effects[row]:+.3g}") for row in ends])
         doubted = sorted(self.doubted, key=lambda row: -self.effects[row])[:LOGGED]
-        found |= _table(
-            "report/wrong_labels",
-            ("row", "effect", "fits better"),
-            [(str(row), f"{self.effects[row]:+.3g}", _cell(self.doubted[row])) for row in doubted],
-        )
+        rows = [(str(row), f"{self.effects[row]:+.3g}", _cell(self.doubted[row])) for row in doubted]
+        found |= _table("report/wrong_labels", ("row", "effect", "fits better"), rows)
         if (proof := self.proof) is not None:
             found["report/proof"] = str(proof)
         return found
@@ -410,12 +401,11 @@ def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
     """Compute the loss of every validation row `(m,)`, divided by the mean weight of its labels, and this weight."""
     task, args = features.task, features.args
-    weights = []
+    scale = 1.0
     if isinstance(task, AggregatedModelOutput):
         batches = features.featurizer().batches(eval_dataset, "target")
-        for cut in batch_rows(0, len(eval_dataset), args.batch_size):
-            weights.append(float(task.label_weights(batches.collated(list(cut))).sum()))
-    scale = sum(weights) / len(eval_dataset) if weights else 1.0
+        given = (batches.collated(list(cut)) for cut in batch_rows(0, len(eval_dataset), args.batch_size))
+        scale = sum(float(task.label_weights(batch).sum()) for batch in given) / len(eval_dataset)
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
     found = model_outputs(features.model, eval_dataset, minus, features.data_collator, _batch_size(features))
     return -found / scale, scale
@@ -466,9 +456,8 @@ def _near(
         for row, number, cosine in zip(watched.tolist(), other.tolist(), best.tolist(), strict=True)
         if abs(cosine) >= NEAR
     }
-    return tuple(
-        (row, number, cosine) for (row, number), cosine in sorted(pairs.items(), key=lambda one: -abs(one[1]))
-    )
+    ordered = sorted(pairs.items(), key=lambda one: -abs(one[1]))
+    return tuple((row, number, cosine) for (row, number), cosine in ordered)
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hf_trak.report.images import PictureBook
 from hf_trak.report.page import ReportOptions, facts_shown, model_name, write_page
 from hf_trak.report.run import known_facts
 from hf_trak.report.training import SOURCE, GroupEffect, TrainingReport, effects_of_training
-from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, bar, shortened, signed
+from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, bar, shortened, sign_of, signed
 from hf_trak.report.words import row_texts
 from hf_trak.scores.groups import GroupBy
 
@@ -130,7 +130,7 @@ def write_training_report(
 
     def scored(row: int) -> ScoredView:
         effect = float(report.effects[row])
-        return ScoredView(rows.view(row), signed(effect), _sign(effect), bar(effect, largest))
+        return ScoredView(rows.view(row), signed(effect), sign_of(-effect), bar(effect, largest))
 
     settings = {
         f"10 % more {name}": f"changes the loss by {signed(change)}" for name, change in report.settings.items()
@@ -219,10 +219,5 @@ def _proof(report: TrainingReport) -> list[dict[str, Any]]:
 
 
 def _change(effect: float) -> dict[str, Any]:
-    """Write a change of the loss, with the sign that colours its row of a table."""
-    return {"effect": signed(effect), "sign": _sign(effect)}
-
-
-def _sign(change: float) -> str:
-    """Return the class of a change of the loss: a lower loss is good."""
-    return "positive" if change < 0 else "negative" if change > 0 else "zero"
+    """Write a change of the loss, with the sign that colours its row of a table: a lower loss is good."""
+    return {"effect": signed(effect), "sign": sign_of(-effect)}

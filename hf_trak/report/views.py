@@ -195,9 +195,8 @@ class TargetView:
             sides |= {"same words": self.alike.same, "BM25": self.alike.bm25}
             sides |= {} if self.alike.verified is None else {"verified": self.alike.verified}
         for name, side in sides.items():
-            lines.append(
-                f"  {name}: " + (", ".join(f"row {one.example.row} ({one.score})" for one in side) or "no row")
-            )
+            rows = ", ".join(f"row {one.example.row} ({one.score})" for one in side)
+            lines.append(f"  {name}: {rows or 'no row'}")
         return lines
 
 
@@ -276,9 +275,8 @@ class RunViews:
         """Leave the sound of a row out where the page has no room for it; the page repeats it with each row."""
         size = len(row.sound or "")
         if size > self._room_for_sounds:
-            return replace(
-                row, sound=None, unshown=f"the sound: the page has {MOST_CHARACTERS_OF_PAGE >> 20} MB of them"
-            )
+            full = f"the sound: the page has {MOST_CHARACTERS_OF_PAGE >> 20} MB of them"
+            return replace(row, sound=None, unshown=full)
         self._room_for_sounds -= size
         return row
 

@@ -234,8 +234,7 @@ def _verified(
     with RowProgress(len(owners), "Verifying", show=features.processes.is_main_process) as bar:
         for owner in dict.fromkeys(owners):
             places = [place for place, one in enumerate(owners) if one == owner]
-            rows = list(dict.fromkeys(row for place in places for row in names[place]))
-            if rows:
+            if rows := list(dict.fromkeys(row for place in places for row in names[place])):
                 steps = step_on_each(features, targets.select(places), rows)
                 for column, place in enumerate(places):
                     found[place] = _ordered(steps, column, set(names[place]))
@@ -244,13 +243,8 @@ def _verified(
 
 
 def _ordered(steps: RowSteps, column: int, named: set[int]) -> list[tuple[int, float, bool]]:
-    effects = steps.has_effect[:, column]
-    rows = [
-        (row, float(change), bool(effect))
-        for row, change, effect in zip(steps.rows, steps.changes[:, column], effects, strict=True)
-        if row in named
-    ]
-    return sorted(rows, key=lambda one: -one[1])
+    found = zip(steps.rows, steps.changes[:, column].tolist(), steps.has_effect[:, column].tolist(), strict=True)
+    return sorted((one for one in found if one[0] in named), key=lambda one: -one[1])
 
 
 def _entry(row: int, score: float, text: str, run: Run | None = None) -> dict[str, Any]:
@@ -261,10 +255,5 @@ def _entry(row: int, score: float, text: str, run: Run | None = None) -> dict[st
         start, stop = ranges[run.start][0], ranges[run.start + run.count - 1][1]
     first = max(0, min(start - LONGEST // 4, len(text) - LONGEST))
     cut = text[first : first + LONGEST]
-    return {
-        "row": row,
-        "score": float(score),
-        "text": cut,
-        "start": start - first,
-        "stop": min(stop - first, len(cut)),
-    }
+    start, stop = start - first, min(stop - first, len(cut))
+    return {"row": row, "score": float(score), "text": cut, "start": start, "stop": stop}

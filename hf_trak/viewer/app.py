@@ -251,12 +251,8 @@ class _Page:
         gr, rows = self.gr, self.session.rows
         with gr.Row():
             number = gr.Number(10, label="Rows of each end", precision=0, minimum=1, maximum=MOST_ROWS, visible=count)
-            text = gr.Textbox(
-                label="Search in rows",
-                max_length=200,
-                elem_id=f"{name}-search",
-                visible=rows.searchable and bool(rows.columns.texts),
-            )
+            shown = rows.searchable and bool(rows.columns.texts)
+            text = gr.Textbox(label="Search in rows", max_length=200, elem_id=f"{name}-search", visible=shown)
             labels = rows.labels() if rows.searchable else []
             label = gr.Dropdown(
                 [ANY_LABEL, *labels], value=ANY_LABEL, label="Label of rows", elem_id=f"{name}-label",

@@ -82,8 +82,7 @@ class Gate:
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         size = int(headers.get("content-length") or 0)
-        refusal = self._refusal(scope, headers, size)
-        if refusal is not None:
+        if (refusal := self._refusal(scope, headers, size)) is not None:
             await _answer(with_headers, *refusal)
             return
         self._arriving += size
@@ -114,10 +113,8 @@ class Gate:
             return HTTPStatus.LENGTH_REQUIRED, "The request does not say how long it is."
         upload = scope["path"].endswith("/upload")
         if size > (MOST_BYTES + _FORM_BYTES if upload else _MOST_JSON_BYTES):
-            return (
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The request is too large. Expected at most {MOST_BYTES} bytes.",
-            )
+            text = f"The request is too large. Expected at most {MOST_BYTES} bytes."
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text
         if upload and not self._has_room(size):
             return HTTPStatus.SERVICE_UNAVAILABLE, "Too many files arrive at a time. Try again."
         return None

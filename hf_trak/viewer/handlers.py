@@ -69,9 +69,7 @@ def _encodable(text: str) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_FORMULAS):
-        return f"'{value}"
-    return value
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULAS) else value
 
 
 ROWS_PER_PAGE = 20
@@ -244,8 +242,7 @@ class Handlers:
         """Return the rows of a page, the self-influence of all, the place of the first, and how many match."""
         numbers, values = self.session.rows.matching(listing), None
         if order == BY_INFLUENCE:
-            values = self.session.self_influence()
-            if values is None:
+            if (values := self.session.self_influence()) is None:
                 raise ValueError(
                     "The run has no self-influence. Expected it, to sort by. Attribute again without "
                     "`--no_self_influence`, or sort by row number."

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from hf_trak.errors import HfTrakError
 from hf_trak.report.content import LONGEST_TEXT, Content, EncodedImage, is_samples, visible
 from hf_trak.report.distributions import Histogram, ScoreDistributions
 from hf_trak.report.images import PictureBook
-from hf_trak.report.page import assets, environment
+from hf_trak.report.page import assets, environment, packaged_text
 from hf_trak.report.views import RowView, ScoredView, bar, number, sign_of, signed
 from hf_trak.viewer.session import Answer, Ends, GroupScore, Session, Token
 from hf_trak.viewer.train_rows import RowFilter, TrainRows
@@ -216,14 +215,10 @@ def _histogram(answer: Answer, shown: Sequence[int]) -> Histogram:
 
 
 def _page(view: str, reader: RowReader, context: dict[str, Any]) -> str:
-    return _template().render(view=view, pictures=reader.book.pictures, **assets(_file("page.css")), **context)
-
-
-@cache
-def _file(name: str) -> str:
-    return (files("hf_trak.viewer") / name).read_text(encoding="utf-8")
+    style = assets(packaged_text("page.css", "viewer"))
+    return _template().render(view=view, pictures=reader.book.pictures, **style, **context)
 
 
 @cache
 def _template() -> "Template":
-    return environment().from_string(_file("page.html.jinja"))
+    return environment().from_string(packaged_text("page.html.jinja", "viewer"))

@@ -98,8 +98,7 @@ def _launched(session: Session, host: str, port: int | None) -> "gradio.Blocks":
 
 
 def _auth() -> tuple[str, str] | None:
-    given = os.environ.get(AUTH)
-    if not given:
+    if not (given := os.environ.get(AUTH)):
         return None
     user, _, password = given.partition(":")
     if not user or not password:

@@ -1,6 +1,7 @@
 """Sessions of the viewer: their common part, with training rows, answers, facts and self-influence, and saved runs."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,10 +174,9 @@ class Answer:
         allowed = np.arange(len(self.rows)) if matching is None else np.flatnonzero(np.isin(self.rows, matching))
         found = []
         for sign in (1.0, -1.0):
-            values = sign * self.scores[allowed]
-            kept = allowed[values > 0]
+            kept = allowed[sign * self.scores[allowed] > 0]
             order = np.argsort(-sign * self.scores[kept], kind="stable")[:count]
-            found.append([int(place) for place in kept[order]])
+            found.append(kept[order].tolist())
         return Ends(*found)
 
     def shares(self, places: Sequence[int], tokenizer: Any) -> list[Token]:
@@ -246,13 +246,11 @@ class Session(ABC):
         """
         names, numbers = self.rows.group_names(column), self.rows.numbers()
         places = np.searchsorted(numbers, answer.rows)
-        totals, sizes = dict[str, float](), dict[str, int]()
+        by_name = defaultdict[str, list[float]](list)
         for place, number, score in zip(places, answer.rows, answer.scores, strict=True):
             if place < len(numbers) and numbers[place] == number:
-                name = names[place]
-                totals[name] = totals.get(name, 0.0) + float(score)
-                sizes[name] = sizes.get(name, 0) + 1
-        found = [GroupScore(name, sizes[name], total) for name, total in totals.items()]
+                by_name[names[place]].append(float(score))
+        found = [GroupScore(name, len(scores), sum(scores)) for name, scores in by_name.items()]
         return sorted(found, key=lambda group: (-group.total, group.name))
 
 

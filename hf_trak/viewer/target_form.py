@@ -160,14 +160,13 @@ class TargetForm:
 
     def _row(self, values: Mapping[str, Any], label: str | None) -> Dataset:
         kinds: dict[str, Any] = {name: Value("string") for name in self.texts}
-        row = {name: [values[name]] for name in self.texts}
+        row = dict(values)
         if self.upload is not None:
             kinds[self.upload_column] = Image()
-            row[self.upload_column] = [values[self.upload_column]]
         if self.label is not None:
             kinds[self.label] = ClassLabel(names=list(self.label_names)) if self.label_names else Value("float32")
-            row[self.label] = [int(label or 0) if self.label_names else _number(label)]
-        return Dataset.from_dict(row, features=Features(kinds))
+            row[self.label] = int(label or 0) if self.label_names else _number(label)
+        return Dataset.from_dict({name: [row[name]] for name in kinds}, features=Features(kinds))
 
 
 def _blank_image() -> Any:

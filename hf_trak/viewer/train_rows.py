@@ -98,8 +98,7 @@ class TrainRows:
 
     def labels(self) -> list[str]:
         """List the names of labels that rows can be filtered by."""
-        names = self.columns.label_names
-        if names is not None:
+        if (names := self.columns.label_names) is not None:
             return list(names)
         label = self.columns.label
         if not self.searchable or label is None or label not in self.group_columns():
@@ -171,16 +170,10 @@ class TrainRows:
         return place if place < len(self._numbers) and self._numbers[place] == number else None
 
     def _containing(self, text: str) -> np.ndarray:
-        names = [name for name in self.columns.texts if name in self._rows.features]
-        if not names:
+        if not (names := [name for name in self.columns.texts if name in self._rows.features]):
             return np.zeros(len(self._rows), dtype=bool)
-        found = []
-        for table in self._tables(names):
-            mask = np.zeros(len(table), dtype=bool)
-            for name in names:
-                mask |= _contains(table[name], text)
-            found.append(mask)
-        return np.concatenate(found)
+        found = ([_contains(table[name], text) for name in names] for table in self._tables(names))
+        return np.concatenate([np.any(columns, axis=0) for columns in found])
 
     def _labelled(self, wanted: str) -> np.ndarray:
         label, names = self.columns.label, self.columns.label_names
@@ -195,9 +188,7 @@ class TrainRows:
 
     def _tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Read columns in pieces."""
-        chosen = self._rows.select_columns(list(names)).with_format("arrow")
-        for start in range(0, len(chosen), _BATCH):
-            yield chosen[start : start + _BATCH]
+        yield from self._rows.select_columns(list(names)).with_format("arrow").iter(_BATCH)
 
 
 def _contains(values: pa.ChunkedArray, text: str) -> np.ndarray:
