@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
+import psutil
 from safetensors import SafetensorError
 
 from hf_trak.errors import HfTrakError, StoreError
@@ -355,17 +356,6 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_alive(pid: int) -> bool:
-    """Tell whether a process of this host is running."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 DAY = 86_400.0
 
 
@@ -430,7 +420,7 @@ def _found(directory: Path, deep: bool = True) -> Iterator[Leftover]:
             continue
         with contextlib.suppress(FileNotFoundError):  # finished in the meantime
             size, written = _extent(Path(entry.path))
-            alive = is_alive(int(match["pid"])) if match["host"] == host_name() else None
+            alive = psutil.pid_exists(int(match["pid"])) if match["host"] == host_name() else None
             yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), match["host"], alive)
 
 

@@ -86,13 +86,10 @@ class CheckpointRecords:
         Raises:
             StoreError: a checkpoint that belongs to the store is missing in part or as a whole.
         """
-        registered, directories = set(), {}
-        for path in self.output_dir.glob("checkpoint-*"):
-            if (match := _CHECKPOINT.fullmatch(path.name)) is not None:
-                if match["file"]:
-                    registered.add(int(match["id"]))
-                else:
-                    directories[int(match["id"])] = path
+        paths = self.output_dir.glob("checkpoint-*")
+        matches = [(match, path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+        registered = {int(match["id"]) for match, _ in matches if match["file"]}
+        directories = {int(match["id"]): path for match, path in matches if not match["file"]}
         found = {model_id for model_id, path in directories.items() if (path / "checkpoint.json").exists()}
         for model_id, path in sorted(directories.items()):
             if model_id not in found and any(path.glob("*.safetensors")):

@@ -18,7 +18,7 @@ Revisions can be revised in turn. They hold paths of the original store, and do 
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, StoreError
-from hf_trak.store.checkpoint_records import Comparison, ExperimentRecords
+from hf_trak.store.checkpoint_records import ExperimentRecords
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
@@ -165,16 +165,8 @@ class RevisedStore(FeatureStore):
                 f"the store that is revised, but was given {fingerprint} (from {source}). Expected the same weights."
             )
 
-    def targets(
-        self,
-        experiment: str,
-        model_id: int,
-        n_targets: int,
-        dataset_fingerprint: str,
-        extra: Mapping[str, Any] | None = None,
-        compare: Mapping[str, Comparison] | None = None,
-    ) -> ShardSet:
-        return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
+    def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
+        return self.base.saved_targets(experiment, model_id)
 
     def train(self, model_id: int) -> RevisedShards:
         """Return the features of the kept rows of the original, in order, and below them those of the added rows."""

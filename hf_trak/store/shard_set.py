@@ -4,6 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
-from hf_trak.store.sealed import Finding
+from hf_trak.store.sealed import Finding, judged
 from hf_trak.store.shards import (
     Identity,
     ShardPlan,
@@ -300,15 +301,13 @@ class ShardSet:
         """
         for index in range(len(self.plan)):
             rows, path = self.plan.rows(index), self.path(index)
-            if not self.exists(index):
-                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
-                continue
-            try:
-                check_values(self.read(index, verify=True), path)
-            except (StoreError, NonFiniteError) as error:
-                yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
+            if self.exists(index):
+                yield judged(path, partial(self._check_values, index), f"Delete it; then: {remedy}")
             else:
-                yield Finding(path, "intact")
+                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
+
+    def _check_values(self, index: int) -> None:
+        check_values(self.read(index, verify=True), self.path(index))
 
     def _specs(self, index: int, names: Sequence[str] | None = None) -> dict[str, TensorSpec]:
         """Return the tensors of a shard, or those of some names."""
