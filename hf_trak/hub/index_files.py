@@ -291,14 +291,8 @@ def check_low_rank(path: Path, store: FeatureStore, model_id: int, rank: int) ->
     """
     specs = low_rank_specs(store.proj_dim, rank)
     check_file(path, tensor_bytes(specs))
-    files = SolverFiles(store, model_id)
-    identity: Identity = {
-        **files.features,
-        "algorithm": ALGORITHM,
-        "kind": "low_rank",
-        "rank": rank,
-        "seed": int(store.config.get("seed", 0)),
-    }
+    features, seed = SolverFiles(store, model_id).features, int(store.config.get("seed", 0))
+    identity: Identity = {**features, "algorithm": ALGORITHM, "kind": "low_rank", "rank": rank, "seed": seed}
     header = read_header(path, identity, specs)
     facts = header.get("facts")
     for key in ("trace", "residual"):

@@ -549,10 +549,7 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
     for one in curvatures.values():
         paths |= one.paths
     manifest = _manifest(store, facts, curvatures, paths)
-    json_files = {
-        FeatureStore.CONFIG_FILE: sealed_bytes(config),
-        MANIFEST_FILE: sealed_bytes(manifest.to_json()),
-    }
+    json_files = {FeatureStore.CONFIG_FILE: sealed_bytes(config), MANIFEST_FILE: sealed_bytes(manifest.to_json())}
     _check_readable(config, json_files)
     # Sources on the Hub take the place of paths of this machine.
     for model_id, published in manifest.checkpoints.items():

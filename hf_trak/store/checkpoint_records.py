@@ -59,12 +59,7 @@ class CheckpointRecords:
         """
         model_id = checked_model_id(model_id)
         path = self.directory(model_id) / "checkpoint.json"
-        content = {
-            "config_hash": self.config_hash,
-            "fingerprint": fingerprint,
-            "model_id": model_id,
-            "source": source,
-        }
+        content = {"config_hash": self.config_hash, "fingerprint": fingerprint, "model_id": model_id, "source": source}
         if path.exists() or not create_sealed(path, content):
             saved = self._read_checkpoint(model_id)
             if saved.get("fingerprint") != fingerprint:

@@ -19,7 +19,7 @@ Revisions can be revised in turn. They hold paths of the original store, and do 
 import bisect
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, StoreError
 from hf_trak.store.checkpoint_records import ExperimentRecords
-from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.codes import CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore, Gram
@@ -256,12 +256,7 @@ class PrefixShards(ShardSet):
         """Read the first columns of one shard. What is read is always compared with its checksums once."""
         shard = self._whole.prefix_of(index, self._count)
         assert shard.coded is not None and self.code_format is not None  # a prefix is one of codes
-        return Shard(
-            shard.start,
-            shard.stop,
-            CodedRows(self.code_format, shard.coded.scale, shard.coded.blocks),
-            shard.out_to_loss,
-        )
+        return replace(shard, features=replace(shard.coded, form=self.code_format))
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Raise `StoreError`: only whole rows are written."""

@@ -58,6 +58,11 @@ class Shard:
         """Return the codes, or `None` for floating-point features."""
         return self.features if isinstance(self.features, CodedRows) else None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the file of the shard, by name."""
+        features = {"grads": self.features} if isinstance(self.features, Tensor) else self.features.tensors()
+        return {**features, "out_to_loss": self.out_to_loss}
+
     def rows(self, first: int, last: int) -> "Shard":
         """Take the rows `first … last − 1`, counted from the first row of the shard."""
         part = slice(first, last)
@@ -183,15 +188,9 @@ class ShardSet:
             )
         tensors = self._to_storage(grads.detach(), rows)
         check_finite_rows(out_to_loss, "output-to-loss gradient", rows, unit="sample")
-        path = self.path(index)
-        write_tensors(
-            path,
-            {**tensors, "out_to_loss": out_to_loss.detach().to(torch.float32)},
-            self.identity,
-            start=rows.start,
-            stop=rows.stop,
-        )
-        return path
+        tensors["out_to_loss"] = out_to_loss.detach().to(torch.float32)
+        write_tensors(self.path(index), tensors, self.identity, start=rows.start, stop=rows.stop)
+        return self.path(index)
 
     def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
         """Read one shard.
@@ -205,15 +204,9 @@ class ShardSet:
         Raises:
             StoreError: the file is missing, truncated or damaged, or does not belong here.
         """
-        rows = self.plan.rows(index)
+        rows, specs = self.plan.rows(index), self._specs(index)
         tensors = read_tensors(
-            self.path(index),
-            self.identity,
-            self._specs(index),
-            verify,
-            mapped,
-            start=rows.start,
-            stop=rows.stop,
+            self.path(index), self.identity, specs, verify, mapped, start=rows.start, stop=rows.stop
         )
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
 
