@@ -144,12 +144,7 @@ class IndexShards(ShardSet):
     """The training features of one checkpoint of an index."""
 
     def __init__(
-        self,
-        local: ShardSet,
-        files: IndexFiles,
-        folder: str,
-        heads: Path,
-        digests: Callable[[], Tensor | None],
+        self, local: ShardSet, files: IndexFiles, folder: str, heads: Path, digests: Callable[[], Tensor | None]
     ) -> None:
         """
         Args:

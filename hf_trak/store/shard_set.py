@@ -15,15 +15,7 @@ from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
 from hf_trak.store.sealed import Finding, judged
-from hf_trak.store.shards import (
-    Identity,
-    ShardPlan,
-    TensorSpec,
-    read_header,
-    read_part,
-    read_tensors,
-    write_tensors,
-)
+from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_part, read_tensors, write_tensors
 
 UNDERFLOW_TOLERANCE = 0.01
 """Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""

@@ -161,10 +161,7 @@ class FeatureStore:
 
     @classmethod
     def open(
-        cls,
-        output_dir: str | Path,
-        config: Mapping[str, Any],
-        compare: Mapping[str, Comparison] | None = None,
+        cls, output_dir: str | Path, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None
     ) -> "FeatureStore":
         """Open a store, and create it unless it exists.
 
