@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, StoreError
-from hf_trak.store.checkpoint_records import ExperimentRecords
 from hf_trak.store.codes import CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
@@ -58,13 +57,11 @@ class RevisedPlan(ShardPlan):
         return len(self.bounds) - 1
 
     def rows(self, index: int) -> range:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Shard {index} does not exist; expected 0 ≤ index < {len(self)}.")
+        super().rows(index)  # which refuses indices of no shard
         return range(self.bounds[index], self.bounds[index + 1])
 
     def shard_of(self, row: int) -> int:
-        if not 0 <= row < self.n_rows:
-            raise IndexError(f"Row {row} does not exist; expected 0 ≤ row < {self.n_rows}.")
+        super().shard_of(row)
         return bisect.bisect_right(self.bounds, row) - 1
 
 
@@ -146,8 +143,8 @@ class RevisedStore(FeatureStore):
         return self.base.model_ids
 
     @property
-    def experiment_records(self) -> ExperimentRecords:
-        return self.base.experiment_records
+    def _with_experiments(self) -> Path:
+        return self.base._with_experiments
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
         return self.base.checkpoint_info(model_id)
