@@ -175,16 +175,9 @@ def load_attributor(
         data_collator = data_collator or target_collator(processing_class)
         recorded_rows = {key: store.config[key] for key in ("train_fingerprint", "collation") if key in store.config}
 
-    attributor = cls(
-        model,
-        _arguments(index, model, options),
-        train_dataset,
-        data_collator,
-        processing_class,
-        task,
-        store=store,
-        recorded_rows=recorded_rows,
-    )
+    args = _arguments(index, model, options)
+    parts = (model, args, train_dataset, data_collator, processing_class, task)
+    attributor = cls(*parts, store=store, recorded_rows=recorded_rows)
     _check_same(index, attributor)
     _check_references(index, attributor)
     _assign_checkpoints(index, attributor, checkpoints)
