@@ -16,30 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-__all__ = [
-    "BatchNormBase",
-    "accelerate_state_set_aside",
-    "class_before_fsdp",
-    "class_if_imported",
-    "collator_of_used_columns",
-    "fsdp_mesh",
-    "gathered_after_forward",
-    "has_foreign_forward",
-    "keeping_4bit_weights",
-    "mask_code_traceable",
-    "opened_attention",
-    "opened_backward",
-    "own_parameters",
-    "packed_4bit_layer",
-    "padding_of_both_sides",
-    "set_group_timeout",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-    "unseen_by_modes",
-]
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # torch 2.15. `torch.utils._pytree` (the three functions above) is what `torch.func` itself nests results with, and has
 # no public name. It can go when `torch.utils.pytree` becomes public.

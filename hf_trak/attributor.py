@@ -36,12 +36,7 @@ from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.estimation import Estimate
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.fidelity import (
-    Fidelity,
-    curvature_report,
-    log_reports,
-    measure_fidelity,
-)
+from hf_trak.featurize.fidelity import Fidelity, curvature_report, log_reports, measure_fidelity
 from hf_trak.featurize.predictions import predicted_rows
 from hf_trak.featurize.question import Question
 from hf_trak.featurize.revising import revise
@@ -428,10 +423,7 @@ class TrakAttributor:
         return curvature_report(ExactScores(self.features), model_id)
 
     def fidelity(
-        self,
-        of: "Literal['index'] | Index | TrakAttributor" = "index",
-        rows: int = 64,
-        targets: int = 16,
+        self, of: "Literal['index'] | Index | TrakAttributor" = "index", rows: int = 64, targets: int = 16
     ) -> Fidelity:
         """Compare scores that cost little with better ones, on a random sample of the training rows.
 
@@ -676,10 +668,7 @@ class TrakAttributor:
         return RunReplay(self.features, Replay(of="run", name=name)).summary()
 
     def verify_replay(
-        self,
-        eval_dataset: Any,
-        make_trainer: Callable[[Any, int], Any],
-        share: float = 0.05,
+        self, eval_dataset: Any, make_trainer: Callable[[Any, int], Any], share: float = 0.05
     ) -> ReplayCheck:
         """Train once more without a random share of the rows, and compare what the replay predicts for every target.
 
@@ -711,12 +700,7 @@ class TrakAttributor:
         return found
 
     def sources(
-        self,
-        eval_dataset: HFDataset,
-        part: Unit | Span = "word",
-        top_k: int = 5,
-        *,
-        verify: bool = True,
+        self, eval_dataset: HFDataset, part: Unit | Span = "word", top_k: int = 5, *, verify: bool = True
     ) -> HFDataset:
         """Find the training rows behind each word that a language model says, beside those that words alone find.
 
@@ -883,12 +867,7 @@ class TrakAttributor:
         return build_search(self.features, factory, directory, checkpoints)
 
     def group_scores(
-        self,
-        eval_dataset: Any,
-        train_group_by: GroupBy,
-        *,
-        method: Method = "auto",
-        group_by: GroupBy | None = None,
+        self, eval_dataset: Any, train_group_by: GroupBy, *, method: Method = "auto", group_by: GroupBy | None = None
     ) -> HFDataset:
         """Score whole groups of training rows (a class, a source): Σ_{i ∈ group} τ_ij for every target j.
 
@@ -1133,13 +1112,7 @@ class TrakAttributor:
         """
         return recommend(self.features, eval_dataset)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool = True,
-        **facts: Any,
-    ) -> CommitInfo:
+    def push_to_hub(self, repo_id: str, *, private: bool = True, **facts: Any) -> CommitInfo:
         """Publish the index as a dataset repo, with a card: see [`hf_trak.hub.push_index`].
 
         The call goes on after an interruption, uploads only what the repo lacks, and keeps what others wrote into its

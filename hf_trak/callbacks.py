@@ -1,18 +1,14 @@
 """A `Trainer` callback that keeps the checkpoints of a training run as an ensemble."""
 
-import contextlib
 import logging
 import os
-import random
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate import PartialState
 from datasets import Dataset as HFDataset
 from torch import Tensor
@@ -23,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.featurize.pricing import has_record
+from hf_trak.identity.collation import random_state_kept
 from hf_trak.methods import Method, Replay
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.training import TrainingReport
@@ -212,7 +209,7 @@ class TrakCallback(TrainerCallback):
                 "`training_report(attributor.features, eval_dataset)` for each of several."
             )
         if self.featurize_at_end or self._reports:
-            with _random_states_kept():
+            with random_state_kept():
                 TrakAttributor.from_trainer(
                     self.trainer, self.args, self.task
                 )  # fail now rather than after the training
@@ -247,9 +244,7 @@ class TrakCallback(TrainerCallback):
             self._recorder.step_done(state.global_step, _state_is_due(control) or state.global_step == state.max_steps)
         return control
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the rows of a batch whose gradient is accumulated.
 
         Raises:
@@ -258,9 +253,7 @@ class TrakCallback(TrainerCallback):
         if self._recorder is not None:
             self._recorder.pass_done()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Record learning rates and the norm of the gradient."""
         if self._recorder is not None:
             self._recorder.before_update()
@@ -298,7 +291,7 @@ class TrakCallback(TrainerCallback):
             logger.warning("Collected %s only, although the steps %s were asked for.", found, sorted(self.steps))
         if not (self.featurize_at_end or self._reports):
             return
-        with _random_states_kept():
+        with random_state_kept():
             attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
             if self.featurize_at_end:
                 self.attributor = attributor.featurize(dict(enumerate(found, self.first_model_id)))
@@ -376,16 +369,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         except OSError as error:  # another device, or a file system without hard links
             logger.debug("Copying %s, which cannot be linked: %s", source, error)
     shutil.copyfile(source, target)
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch (CPU and current device) when the block ends."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -222,11 +222,10 @@ class TrakConfig:
         for name, least, most in (("shard_size", 1, None), ("num_draws", 1, None), ("seed", 0, 2**63 - 1)):
             setattr(self, name, checked_int(getattr(self, name), name, least, most, type_error=ValueError))
         self.proj_dim = _number_or_text("proj_dim", self.proj_dim, r"[1-9]\d{0,15}B", "'512B'")
-        self.per_device_batch_size = (
-            _number_or_text("per_device_batch_size", self.per_device_batch_size, "auto", "'auto'") or 0
-        )
-        if self.per_device_batch_size == 0:
+        size = self.per_device_batch_size
+        if size is None:
             raise ValueError("`per_device_batch_size` is None. Expected an integer of at least 1, or 'auto'.")
+        self.per_device_batch_size = _number_or_text("per_device_batch_size", size, "auto", "'auto'")
         _check_number("lambda_relative", self.lambda_relative)
         for name, what in (("grad_wrt", "parameters"), ("label_names", "columns")):
             value = getattr(self, name)

@@ -1,5 +1,6 @@
 """Functions that the `trak` API documents under `utils`."""
 
+import functools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -146,9 +147,7 @@ def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: torch.
     flat = {name: gradient.detach().reshape(batch, gradient.shape[1:].numel()) for name, gradient in g.items()}
     total = sum(gradient.shape[1] for gradient in flat.values())
     if arr is None:
-        dtype = next(iter(g.values())).dtype
-        for gradient in g.values():
-            dtype = torch.promote_types(dtype, gradient.dtype)
+        dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in g.values()))
         arr = torch.empty(batch, total, dtype=dtype, device=device)
     elif arr.shape != (batch, total):
         raise ValueError(f"`arr` has shape {tuple(arr.shape)}. Expected ({batch}, {total}).")

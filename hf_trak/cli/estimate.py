@@ -53,26 +53,18 @@ def run(argv: Sequence[str]) -> None:
     timing = {"measure": amounts.measure, "device": amounts.device}
     if data.dataset_name is not None:
         found = load_training(model_args, data)
-        size = amounts.train_size or len(found.rows)
-        result = estimate(
-            found.model,
-            found.rows if amounts.measure or amounts.device else size,
-            trak,
-            data_collator=found.preparation.collator,
-            processing_class=found.preparation.processing_class,
-            task=found.task,
-            **timing,
-            **options,
+        model, how = found.model, found.preparation
+        rows = found.rows if amounts.measure or amounts.device else amounts.train_size or len(found.rows)
+        given = {"data_collator": how.collator, "processing_class": how.processing_class, "task": found.task}
+    elif model_args.model_name_or_path is None or amounts.train_size is None:
+        raise ValueError(
+            "--model, and --train_dataset or --train_size, are needed. Expected the model and its training rows, or "
+            "their number."
         )
-        model = found.model
     else:
-        if model_args.model_name_or_path is None or amounts.train_size is None:
-            raise ValueError(
-                "--model, and --train_dataset or --train_size, are needed. Expected the model and its "
-                "training rows, or their number."
-            )
         model = load_model(model_args.model_name_or_path, model_args.model_revision, model_args.task)
-        result = estimate(model, amounts.train_size, trak, **timing, **options)
+        rows, given = amounts.train_size, {}
+    result = estimate(model, rows, trak, **given, **timing, **options)
     rate = result.rows_per_second or amounts.rows_per_second
     if rate is not None:
         if not (math.isfinite(rate) and rate > 0):

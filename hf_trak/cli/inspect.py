@@ -134,13 +134,8 @@ def _clean(directory: Path, everything: bool, content: dict[str, Any]) -> list[s
 
 
 def _leftover(one: Leftover) -> dict[str, Any]:
-    return {
-        "path": str(one.path),
-        "bytes": one.size,
-        "age_seconds": round(one.age),
-        "host": one.host,
-        "writer_lives": one.alive,
-    }
+    times = {"age_seconds": round(one.age), "host": one.host, "writer_lives": one.alive}
+    return {"path": str(one.path), "bytes": one.size, **times}
 
 
 # -- what a store holds ----------------------------------------------------------------------------------------------

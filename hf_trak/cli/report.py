@@ -46,14 +46,9 @@ def run(argv: Sequence[str]) -> None:
         train = load_rows(args.train_dataset, None, args.train_split, ("train",), None)
     found = AttributionRun.load(args.run, train)
     options = ReportOptions(
-        title=args.title,
-        examples=args.examples,
-        max_targets=args.max_targets,
-        image_column=columns.image_column,
-        text_columns=columns.text_columns,
-        label_column=columns.label_column,
-        label_names=args.label_names,
-    )
+        title=args.title, examples=args.examples, max_targets=args.max_targets, label_names=args.label_names,
+        **vars(columns),
+    )  # fmt: skip
     path = write_report(found, args.output or find_run(args.run) / "report.html", options)
     size = path.stat().st_size
     answer({"report": str(path), "bytes": size}, [f"Report: {path} ({size / 1e6:.1f} MB)"], output.json)

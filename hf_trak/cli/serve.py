@@ -92,7 +92,10 @@ def opened(argv: Sequence[str]) -> tuple[Session, ServeArguments, bool]:
     if own:
         _, model_args, data, trak, _ = parse(defaults={**remembered(args.index), "output_dir": args.index})
     quiet()
-    return (_of_directory if own else _of_index)(args, model_args, data, trak), args, output.json
+    if not own:
+        return _of_index(args, model_args, data, trak), args, output.json
+    built = build(model_args, data, trak)
+    return _session(args, data, built, _form_of_rows(built, model_args, data)), args, output.json
 
 
 def _of_run(args: ServeArguments, data: DataArguments) -> RunSession:
@@ -100,14 +103,6 @@ def _of_run(args: ServeArguments, data: DataArguments) -> RunSession:
     directory = find_run(args.index)
     title = args.title or f"Which training rows did this? {directory.name}"
     return RunSession(AttributionRun.load(directory, train), title, [directory, *_roots(data)])
-
-
-def _of_directory(
-    args: ServeArguments, model_args: ModelArguments, data: DataArguments, trak: TrakConfig
-) -> IndexSession:
-    """Open the output directory of `hf-trak featurize`, with its training rows."""
-    built = build(model_args, data, trak)
-    return _session(args, data, built, _form_of_rows(built, model_args, data))
 
 
 def _of_index(args: ServeArguments, model_args: ModelArguments, data: DataArguments, trak: TrakConfig) -> IndexSession:

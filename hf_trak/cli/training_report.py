@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_trak.cli.build import MethodArguments, begin, build, remember, require_run, target_rows
-from hf_trak.cli.parser import (
-    DataArguments,
-    ModelArguments,
-    OutputArguments,
-    TargetArguments,
-    answer,
-    option,
-)
+from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.methods import Replay
 

@@ -225,10 +225,7 @@ def _check_part(files: IndexFiles, bank: Bank, name: str) -> None:
             raise files.refused(f"{paths[0]} of {files.name}", "`bank`, `repeat_of` or `removal` is of another type")
         part = bank.description(name)
         subsets, repeats = part["subsets"], part["repeats"]
-        sizes = {
-            paths[1]: subsets * -(-bank.n_train // 8),
-            paths[2]: 8 * repeats * subsets * (bank.n_targets + 1),
-        }
+        sizes = {paths[1]: subsets * -(-bank.n_train // 8), paths[2]: 8 * repeats * subsets * (bank.n_targets + 1)}
         unfinished = not isinstance(files, HubFiles) and files.size(paths[2]) is None
         for path, data in sizes.items():
             if not (unfinished and files.size(path) is None):

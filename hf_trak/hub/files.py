@@ -58,17 +58,15 @@ def download_range(api: HfApi, repo_id: str, commit: str, path: str, part: range
             more or fewer of them.
         HTTPError: the connection failed, or the server answered with an error.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+    for attempt in range(1, _ATTEMPTS):
         try:
             return _downloaded(api, repo_id, commit, path, part, size)
         except HfHubHTTPError:
             raise
         except HTTPError as error:
-            if attempt == _ATTEMPTS:
-                raise
             logger.warning("Bytes %d to %d of %s: %s. Trying again.", part.start, part.stop, path, error)
             time.sleep(_PAUSE_SECONDS * attempt)
-    raise AssertionError("unreachable")
+    return _downloaded(api, repo_id, commit, path, part, size)
 
 
 def _downloaded(api: HfApi, repo_id: str, commit: str, path: str, part: range, size: int) -> bytes:

@@ -61,10 +61,8 @@ _LOW_RANK = re.compile(r"low_rank-(?P<rank>[1-9]\d{0,6})\.safetensors")
 def file_bounds(store: FeatureStore, path: str) -> Bounds:
     """Return the bounds on a tensor file of an index by its path, unless it is a shard or of a curvature."""
     name = path.rpartition("/")[2]
-    if name == CALIBRATION_FILE:
-        return CALIBRATION_BYTES
-    if name == REFERENCES_FILE:
-        return REFERENCE_BYTES
+    if name in (CALIBRATION_FILE, REFERENCES_FILE):
+        return CALIBRATION_BYTES if name == CALIBRATION_FILE else REFERENCE_BYTES
     if name == GRAM_FILE:
         spec = TensorSpec((store.proj_dim, store.proj_dim), _FLOATS)
         if sample_size(store.train_size, store.proj_dim) is None:
@@ -200,11 +198,8 @@ def write_row_digests(store: FeatureStore, model_id: int) -> None:
     """
     path = store.checkpoint_dir(model_id) / ROW_DIGESTS_FILE
     if not path.exists():
-        parts = []
-        for shard in store.train(model_id):
-            assert shard.coded is not None  # `has_row_digests` has looked
-            parts.append(digests_of(shard.coded))
-        write_tensors(path, {"digests": torch.cat(parts)}, _identity(store, model_id))
+        digests = [digests_of(shard.coded) for shard in store.train(model_id) if shard.coded is not None]
+        write_tensors(path, {"digests": torch.cat(digests)}, _identity(store, model_id))
     read_row_digests(store, model_id)
 
 
@@ -291,14 +286,8 @@ def check_low_rank(path: Path, store: FeatureStore, model_id: int, rank: int) ->
     """
     specs = low_rank_specs(store.proj_dim, rank)
     check_file(path, tensor_bytes(specs))
-    files = SolverFiles(store, model_id)
-    identity: Identity = {
-        **files.features,
-        "algorithm": ALGORITHM,
-        "kind": "low_rank",
-        "rank": rank,
-        "seed": int(store.config.get("seed", 0)),
-    }
+    features, seed = SolverFiles(store, model_id).features, int(store.config.get("seed", 0))
+    identity: Identity = {**features, "algorithm": ALGORITHM, "kind": "low_rank", "rank": rank, "seed": seed}
     header = read_header(path, identity, specs)
     facts = header.get("facts")
     for key in ("trace", "residual"):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -23,6 +23,8 @@ from hf_trak.store.atomic import atomic_path
 from hf_trak.store.codes import CodedRows, CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet, content_hash
 from hf_trak.store.shards import DTYPES, METADATA_KEY, TensorSpec, read_header
+
+T = TypeVar("T")
 
 _LENGTH_BYTES = 8
 
@@ -142,12 +144,7 @@ class IndexShards(ShardSet):
     """The training features of one checkpoint of an index."""
 
     def __init__(
-        self,
-        local: ShardSet,
-        files: IndexFiles,
-        folder: str,
-        heads: Path,
-        digests: Callable[[], Tensor | None],
+        self, local: ShardSet, files: IndexFiles, folder: str, heads: Path, digests: Callable[[], Tensor | None]
     ) -> None:
         """
         Args:
@@ -320,14 +317,9 @@ class IndexShards(ShardSet):
         indices = sorted(wanted)
         for first in range(0, len(indices), _AHEAD):
             part = indices[first : first + _AHEAD]
-            found: dict[int, tuple[Tensor | CodedRows, Tensor]] = {}
-
-            def read(index: int, found: dict[int, tuple[Tensor | CodedRows, Tensor]] = found) -> None:
-                found[index] = self._rows(index, list(wanted[index]))
-
-            in_parallel(read, part, "rows", quiet=True)
-            for index in part:
-                yield index, *found[index]
+            found = in_parallel(lambda index: self._rows(index, list(wanted[index])), part, "rows", quiet=True)
+            for index, (features, out_to_loss) in zip(part, found, strict=True):
+                yield index, features, out_to_loss
 
     def _rows(self, index: int, chosen: list[int]) -> tuple[Tensor | CodedRows, Tensor]:
         path, places = self.path_of(index), torch.tensor(chosen, dtype=torch.int64)
@@ -405,7 +397,7 @@ class IndexShards(ShardSet):
         check_published_values(self._read_named(path, index, names))
 
 
-def in_parallel(fetch: Callable[[Any], object], items: Sequence[Any], what: str, quiet: bool) -> None:
+def in_parallel(fetch: Callable[[Any], T], items: Sequence[Any], what: str, quiet: bool) -> list[T]:
     """Call a function for several items at a time.
 
     Args:
@@ -414,11 +406,14 @@ def in_parallel(fetch: Callable[[Any], object], items: Sequence[Any], what: str,
         what: text before the progress bar.
         quiet: whether to hide the progress bar.
 
+    Returns:
+        What it returned for each.
+
     Raises:
         Exception: the first error of `fetch`; calls that have not begun are dropped.
     """
     if not items:
-        return
+        return []
     pool = ThreadPoolExecutor(min(CONNECTIONS, len(items)), "ranges")
     try:
         calls = [pool.submit(fetch, item) for item in items]
@@ -426,6 +421,7 @@ def in_parallel(fetch: Callable[[Any], object], items: Sequence[Any], what: str,
             for call in as_completed(calls):
                 call.result()
                 bar.update(1)
+        return [call.result() for call in calls]
     finally:
         pool.shutdown(cancel_futures=True)
 

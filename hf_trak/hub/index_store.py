@@ -29,7 +29,6 @@ from hf_trak.hub.index_shards import IndexShards, refuse_writing
 from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MAX_JSON_BYTES, IndexManifest
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.store.atomic import atomic_path, differing, write_bytes
-from hf_trak.store.checkpoint_records import Comparison
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
@@ -141,18 +140,10 @@ class IndexStore(FeatureStore):
             self._train[model_id] = IndexShards(local, self.files, folder, self.files.work_dir / "heads", digests)
         return self._train[model_id]
 
-    def targets(
-        self,
-        experiment: str,
-        model_id: int,
-        n_targets: int,
-        dataset_fingerprint: str,
-        extra: Mapping[str, Any] | None = None,
-        compare: Mapping[str, Comparison] | None = None,
-    ) -> ShardSet:
-        """Open the targets of an experiment; see [`FeatureStore.targets`]. Fetches the task's references first."""
+    def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
+        """Open targets, see [`FeatureStore.saved_targets`], after fetching what their task compares them with."""
         self.fetch_references(model_id)
-        return super().targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
+        return super().saved_targets(experiment, model_id)
 
     def bounds(self) -> dict[str, Bounds]:
         """Return the bounds on every published file by its path, except for files of curvatures."""

@@ -18,7 +18,7 @@ from hf_trak.config import DEFAULT_FACTORED_DIM, CurvatureConfig, TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.featurize.definition import COMPARISONS, whitening_arguments
+from hf_trak.featurize.definition import COMPARISONS, sources_of, whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
@@ -175,16 +175,9 @@ def load_attributor(
         data_collator = data_collator or target_collator(processing_class)
         recorded_rows = {key: store.config[key] for key in ("train_fingerprint", "collation") if key in store.config}
 
-    attributor = cls(
-        model,
-        _arguments(index, model, options),
-        train_dataset,
-        data_collator,
-        processing_class,
-        task,
-        store=store,
-        recorded_rows=recorded_rows,
-    )
+    args = _arguments(index, model, options)
+    parts = (model, args, train_dataset, data_collator, processing_class, task)
+    attributor = cls(*parts, store=store, recorded_rows=recorded_rows)
     _check_same(index, attributor)
     _check_references(index, attributor)
     _assign_checkpoints(index, attributor, checkpoints)
@@ -478,7 +471,11 @@ def _assign_checkpoints(
     recorded fingerprint, a repo that the index names, and a path that a run of this machine has recorded.
     """
     store, manifest = index.store, index.manifest
-    sources: dict[int, Checkpoint | None] = dict(_by_id(given, store.model_ids))
+    sources = dict(sources_of(given, store.model_ids)[1])
+    if unknown := sorted(set(sources) - set(store.model_ids)):
+        raise ValueError(
+            f"`checkpoints` names the model ids {unknown}; the index has {store.model_ids}. Expected some of those."
+        )
     current = fingerprint_state_dict(attributor.model.state_dict())
     prints = {model_id: store.checkpoint_info(model_id)["fingerprint"] for model_id in store.model_ids}
     for model_id, fingerprint in prints.items():
@@ -500,22 +497,3 @@ def _assign_checkpoints(
             "very weights, in the same dtype, not the base that was fine-tuned. Pass them as `model=` or in "
             "`checkpoints=`."
         )
-
-
-def _by_id(given: Any, ids: Sequence[int]) -> dict[int, Checkpoint]:
-    """Assign the checkpoints that a user gives to model ids."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping) and all(isinstance(key, int) for key in given):
-        if unknown := sorted(set(given) - set(ids), key=str):
-            raise ValueError(
-                f"`checkpoints` names the model ids {unknown}; the index has {list(ids)}. Expected some of those."
-            )
-        return dict(given)
-    values = list(given) if isinstance(given, list | tuple) else [given]
-    if len(values) != len(ids):
-        raise ValueError(
-            f"`checkpoints` has {len(values)} entries; the index has the model ids {list(ids)}. Expected one for "
-            "each, in this order, or a mapping from ids to checkpoints."
-        )
-    return dict(zip(ids, values, strict=True))

@@ -44,11 +44,7 @@ class HubCheckpoint(os.PathLike[str]):
     """
 
     def __init__(
-        self,
-        repo_id: str,
-        revision: str = "main",
-        token: str | bool | None = None,
-        local_files_only: bool = False,
+        self, repo_id: str, revision: str = "main", token: str | bool | None = None, local_files_only: bool = False
     ) -> None:
         self.source = HubSource(
             checked_repo(repo_id, "a checkpoint"), checked_revision(revision, f"the checkpoint {repo_id!r}")

@@ -253,10 +253,8 @@ def parse_source(given: str | HubCheckpoint | HubSource | None) -> HubSource | N
     Raises:
         ValueError: it does not name a repo and a revision.
     """
-    if given is None or isinstance(given, HubSource):
-        return given
-    if isinstance(given, HubCheckpoint):
-        return given.source
+    if not isinstance(given, str):
+        return given.source if isinstance(given, HubCheckpoint) else given
     return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
 
 
@@ -549,10 +547,7 @@ def prepared(store: FeatureStore, facts: IndexFacts, curvature: bool) -> Prepare
     for one in curvatures.values():
         paths |= one.paths
     manifest = _manifest(store, facts, curvatures, paths)
-    json_files = {
-        FeatureStore.CONFIG_FILE: sealed_bytes(config),
-        MANIFEST_FILE: sealed_bytes(manifest.to_json()),
-    }
+    json_files = {FeatureStore.CONFIG_FILE: sealed_bytes(config), MANIFEST_FILE: sealed_bytes(manifest.to_json())}
     _check_readable(config, json_files)
     # Sources on the Hub take the place of paths of this machine.
     for model_id, published in manifest.checkpoints.items():

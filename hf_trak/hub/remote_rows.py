@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -527,14 +527,10 @@ class RemoteRows:
 
     def _converted(self, api: HfApi, config: str) -> tuple[Any, list[str]]:
         """Find the Parquet files that the Hub has made of a dataset in another format."""
-        try:
+        pattern, paths = re.compile(rf"{re.escape(config)}/{re.escape(self.split)}/\d+\.parquet"), []
+        with suppress(RevisionNotFoundError):
             info = api.dataset_info(self.repo_id, revision=CONVERTED, files_metadata=True)
-        except RevisionNotFoundError:
-            info = None
-        pattern = re.compile(rf"{re.escape(config)}/{re.escape(self.split)}/\d+\.parquet")
-        paths = sorted(
-            one.rfilename for one in (info.siblings or [] if info else []) if pattern.fullmatch(one.rfilename)
-        )
+            paths = sorted(one.rfilename for one in info.siblings or [] if pattern.fullmatch(one.rfilename))
         if not paths:
             raise HubAccessError(
                 f"The dataset repo {self.repo_id!r} has no Parquet files of the split {self.split!r}, from which rows "

@@ -98,17 +98,33 @@ def push_scores(
         raise ValueError(f"`per` is {per!r}. Expected 'target' or 'train', as it was given to `attribute`.")
     named = [("index", index), ("model", model_name), ("training dataset", train_dataset)]
     destination = Destination(repo_id, private, token, revision)
+    facts = {
+        "subject": _subject(scored, columns, per),
+        "columns": [
+            [name, _FULL_MEANINGS[per] if len(columns) == 1 else _TOP_K_MEANINGS[per][name]] for name in columns
+        ],
+        "facts": [[name, value] for name, value in named if value],
+    }
+    title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
 
-    def push() -> CommitInfo:
-        facts = {
-            "subject": _subject(scored, columns, per),
-            "columns": [
-                [name, _FULL_MEANINGS[per] if len(columns) == 1 else _TOP_K_MEANINGS[per][name]] for name in columns
-            ],
-            "facts": [[name, value] for name, value in named if value],
-        }
-        title = f"Attribution scores of {model_name}" if model_name else "Attribution scores"
-        return _push(scored, destination, config_name, split, title, facts)
+    def push() -> CommitInfo:  # the data, and then the card, whose metadata `Dataset.push_to_hub` writes
+        api = hub_api(token)
+        with access_errors(repo_id, revision):
+            repo = create_repo(api, destination)
+            commit = scored.push_to_hub(
+                repo, config_name, split=split, token=token, revision=revision, commit_message="Upload TRAK scores"
+            )
+            info = api.dataset_info(repo, revision=revision)
+            arguments = f'"{repo}"' if config_name == "default" else f'"{repo}", "{config_name}"'
+            usage = f"from hf_trak import load_scores\n\nscored = load_scores({arguments})"
+            usage += '\nprint(scored[0]["trak_scores"])'
+            operations = card_operations(api, repo, info, render_card("scores", title, usage, facts, {}), "scores")
+            if not operations:
+                return commit
+            return api.create_commit(
+                repo, operations, commit_message="Describe the scores", repo_type=REPO_TYPE, revision=revision,
+                parent_commit=info.sha,
+            )  # fmt: skip
 
     return in_main_process(push)
 
@@ -118,45 +134,6 @@ def _subject(scored: Dataset, columns: Mapping[str, int], per: str) -> str:
     count = columns["trak_scores"]
     kept = f"all {count:,} scores" if len(columns) == 1 else f"the {count:,} highest and lowest scores"
     return f"one row per {what}, {len(scored):,} rows, with {kept} of each"
-
-
-def _push(
-    scored: Dataset,
-    destination: Destination,
-    config_name: str,
-    split: str | None,
-    title: str,
-    facts: Mapping[str, Any],
-) -> CommitInfo:
-    """Push the data, and then the card, whose metadata `Dataset.push_to_hub` writes."""
-    api, revision = hub_api(destination.token), destination.revision
-    with access_errors(destination.repo_id, revision):
-        repo_id = create_repo(api, destination)
-        commit = scored.push_to_hub(
-            repo_id,
-            config_name,
-            split=split,
-            token=destination.token,
-            revision=revision,
-            commit_message="Upload TRAK scores",
-        )
-        info = api.dataset_info(repo_id, revision=revision)
-        arguments = f'"{repo_id}"' if config_name == "default" else f'"{repo_id}", "{config_name}"'
-        usage = (
-            f'from hf_trak import load_scores\n\nscored = load_scores({arguments})\nprint(scored[0]["trak_scores"])'
-        )
-        new = render_card("scores", title, usage, facts, {})
-        operations = card_operations(api, repo_id, info, new, "scores")
-        if not operations:
-            return commit
-        return api.create_commit(
-            repo_id,
-            operations,
-            commit_message="Describe the scores",
-            repo_type=REPO_TYPE,
-            revision=revision,
-            parent_commit=info.sha,
-        )
 
 
 def load_scores(
@@ -313,9 +290,7 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
 def _check_values(scored: Dataset, name: str) -> None:
     """Check that scores are finite and indices not negative. Raises `ValueError`."""
     for table in scored.select_columns([name]).with_format("arrow").iter(batch_size=1000):
-        column = table[name].combine_chunks()
-        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-        for values in (chunk.flatten() for chunk in chunks):
+        for values in (chunk.flatten() for chunk in table[name].chunks):
             good = pc.greater_equal(values, 0) if name.endswith("indices") else pc.is_finite(values)
             if values.null_count or not pc.all(good).as_py():
                 raise ValueError(

@@ -64,7 +64,7 @@ def collation_of(collate: Collate, rows: Sequence[int]) -> dict[str, Any]:
         non-finite and huge numbers (over 1e30). Objects whose content cannot be hashed have only a `type`. Random
         generators of torch, numpy and Python are restored.
     """
-    with _random_state_kept():
+    with random_state_kept():
         batch = collate(list(rows))
     columns = {path: _described(value, len(rows)) for path, value in _columns(batch)}
     return {"rows": [int(row) for row in rows], "columns": columns}
@@ -107,7 +107,7 @@ def drawn_at_random(collate: Collate, rows: Sequence[int]) -> bool:
         collate: see [`collation_of`].
         rows: row numbers, see [`probe_rows`].
     """
-    with _random_state_kept():
+    with random_state_kept():
         before = _generator_states()
         collate(list(rows))
         if _generator_states() != before:
@@ -145,7 +145,7 @@ def _difference(
     """Collate rows again and again, and return the first two results that differ, as digests; `None` if none do."""
     first: dict[str, list[str]] | None = None
     start = time.perf_counter()
-    with _random_state_kept():
+    with random_state_kept():
         for done in range(MAX_COLLATIONS):
             if done >= MIN_COLLATIONS and time.perf_counter() - start > SPARE_SECONDS:
                 break
@@ -174,7 +174,8 @@ def _random_rows(first: Mapping[str, list[str]], found: Mapping[str, list[str]],
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
+    """Restore the random generators of Python, NumPy and torch, on all devices in use, when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):

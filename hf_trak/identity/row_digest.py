@@ -182,30 +182,6 @@ def _encode(digest: Digest, value: Any, depth: int) -> None:
         _object(digest, value, depth)
 
 
-def _none(digest: Digest, value: None, depth: int) -> None:
-    digest.update(b"N")
-
-
-def _bool(digest: Digest, value: bool, depth: int) -> None:
-    digest.update(b"B1" if value else b"B0")
-
-
-def _int(digest: Digest, value: int, depth: int) -> None:
-    _bytes(digest, b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def _float(digest: Digest, value: float, depth: int) -> None:
-    digest.update(struct.pack("<cd", b"F", value))
-
-
-def _str(digest: Digest, value: str, depth: int) -> None:
-    _bytes(digest, b"S", value.encode("utf-8", "surrogatepass"))
-
-
-def _bytes_value(digest: Digest, value: bytes | bytearray, depth: int) -> None:
-    _bytes(digest, b"Y", value)
-
-
 def _bytes(digest: Digest, tag: bytes, content: bytes | bytearray) -> None:
     digest.update(_head(tag, len(content)) + content)
 
@@ -341,13 +317,15 @@ def _refuse(value: Any) -> NoReturn:
 
 
 _WRITERS: dict[type, Callable[[Digest, Any, int], None]] = {
-    type(None): _none,
-    bool: _bool,
-    int: _int,
-    float: _float,
-    str: _str,
-    bytes: _bytes_value,
-    bytearray: _bytes_value,
+    type(None): lambda digest, _, depth: digest.update(b"N"),
+    bool: lambda digest, value, depth: digest.update(b"B1" if value else b"B0"),
+    int: lambda digest, value, depth: _bytes(
+        digest, b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    ),
+    float: lambda digest, value, depth: digest.update(struct.pack("<cd", b"F", value)),
+    str: lambda digest, value, depth: _bytes(digest, b"S", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda digest, value, depth: _bytes(digest, b"Y", value),
+    bytearray: lambda digest, value, depth: _bytes(digest, b"Y", value),
     list: _sequence,
     tuple: _sequence,
     dict: _mapping,

@@ -105,16 +105,16 @@ class Processes:
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor over all processes, in place, in an order that may vary. Raises as `gather`."""
-        if self.num_processes > 1:
-            with self._connection():
-                dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
-        return tensor
+        return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Take the elementwise maximum of a CPU tensor over all processes, in place. Raises as `gather`."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
         if self.num_processes > 1:
             with self._connection():
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(tensor, how, group=self._group)
         return tensor
 
     def give_up(self, error: Exception) -> None:

@@ -119,9 +119,8 @@ def say(log: logging.Logger, text: str) -> None:
 
 
 def _bars_are_hidden() -> bool:
-    from datasets.utils import (
-        are_progress_bars_disabled,
-    )  # takes more than a second, which who shows none need not wait
+    # Takes more than a second, which who shows none need not wait.
+    from datasets.utils import are_progress_bars_disabled
 
     return are_progress_bars_disabled()
 

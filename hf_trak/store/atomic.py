@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
+import psutil
 from safetensors import SafetensorError
 
 from hf_trak.errors import HfTrakError, StoreError
@@ -52,20 +53,16 @@ def safe_name(name: str, what: str = "name") -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"`{what}` is {name!r} ({type(name).__name__}). Expected a string. Give a name.")
-    problem = None
-    if not name.strip():
-        problem = "it is empty"
-    elif name.startswith("."):
-        problem = "it starts with a dot"
-    elif "/" in name or "\\" in name:
-        problem = "it contains a path separator"
-    elif PureWindowsPath(name).drive:
-        problem = "it starts with a drive"
-    elif any(ord(char) < 32 or ord(char) == 127 for char in name):
-        problem = "it contains a control character"
-    elif len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
-        problem = f"it is longer than {MAX_NAME_BYTES} bytes"
-    if problem:
+    problems = {
+        "it is empty": not name.strip(),
+        "it starts with a dot": name.startswith("."),
+        "it contains a path separator": "/" in name or "\\" in name,
+        "it starts with a drive": bool(PureWindowsPath(name).drive),
+        "it contains a control character": any(ord(char) < 32 or ord(char) == 127 for char in name),
+        f"it is longer than {MAX_NAME_BYTES} bytes": len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES,
+    }
+    if any(problems.values()):
+        problem = next(text for text, found in problems.items() if found)
         raise ValueError(
             f"`{what}` is {name!r}: {problem}. Expected the plain name of one directory inside the output directory. "
             "Use letters, digits, dashes and underscores."
@@ -355,17 +352,6 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_alive(pid: int) -> bool:
-    """Tell whether a process of this host is running."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 DAY = 86_400.0
 
 
@@ -430,7 +416,7 @@ def _found(directory: Path, deep: bool = True) -> Iterator[Leftover]:
             continue
         with contextlib.suppress(FileNotFoundError):  # finished in the meantime
             size, written = _extent(Path(entry.path))
-            alive = is_alive(int(match["pid"])) if match["host"] == host_name() else None
+            alive = psutil.pid_exists(int(match["pid"])) if match["host"] == host_name() else None
             yield Leftover(Path(entry.path), size, max(0.0, time.time() - written), match["host"], alive)
 
 

@@ -1,4 +1,4 @@
-"""Records of the checkpoints of a feature store: the weights behind each id, and the checkpoints that belong to it.
+"""Records of a feature store: its configuration, the weights behind each id, and the targets of each experiment.
 
 `checkpoint-<model_id>/checkpoint.json` travels with the features of a checkpoint. It names their weights, the id under
 which they were projected, and the configuration. `checkpoint-<model_id>.json` stays in the store, so that the loss of
@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +29,55 @@ RESTORE = "Restore it from a copy, or featurize in another output directory."
 _CHECKPOINT = re.compile(r"checkpoint-(?P<id>0|[1-9]\d{0,17})(?P<file>\.json)?")
 
 
-class CheckpointRecords:
-    """The records of the checkpoints of one store. The module's docstring describes the files."""
+class StoreRecords:
+    """The records of one store, without its features. The module's docstring describes the files."""
 
-    def __init__(self, output_dir: Path, config_hash: str) -> None:
+    def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
         """
         Args:
-            output_dir: directory of the store.
-            config_hash: hash of its configuration, which all records repeat.
+            output_dir (`Path`):
+                Directory of the store.
+            config (`dict[str, Any]`):
+                Its configuration, as [`~hf_trak.store.checkpoint_records.normalized`] returns it.
         """
         self.output_dir = output_dir
-        self.config_hash = config_hash
+        self._config = config
 
-    def directory(self, model_id: int) -> Path:
-        """Return the directory of one checkpoint's features."""
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return a copy of the saved configuration."""
+        return dict(self._config)
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Return the hex digest of all keys that define the features."""
+        return config_hash(self._config)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoint_dir(self, model_id: int) -> Path:
+        """Return the directory of one checkpoint's train features."""
         return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
 
-    def register(self, model_id: int, fingerprint: str, source: str | None) -> None:
-        """Record a checkpoint, or compare it with its record.
+    def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
+        """Tie a `model_id` to the weights that its features are computed with.
 
         Args:
-            model_id: id of the checkpoint, at least 0.
-            fingerprint: identity of its weights.
-            source: where they came from, for the reader.
+            model_id (`int`):
+                Id of the checkpoint, at least 0.
+            fingerprint (`str`):
+                Identity of the weights, see `hf_trak.weights.checkpoints.fingerprint_state_dict`.
+            source (`str`, *optional*):
+                Where the weights came from; saved for the reader, not compared.
 
         Raises:
             ValueError: `model_id` is not an integer of at least 0.
-            CheckpointMismatchError: the id is tied to other weights.
+            CheckpointMismatchError: the id is tied to other weights; the store is left as it was.
             StoreError: the record is damaged, or belongs elsewhere.
         """
         model_id = checked_model_id(model_id)
-        path = self.directory(model_id) / "checkpoint.json"
-        content = {
-            "config_hash": self.config_hash,
-            "fingerprint": fingerprint,
-            "model_id": model_id,
-            "source": source,
-        }
+        path = self.checkpoint_dir(model_id) / "checkpoint.json"
+        content = {"config_hash": self.config_hash, "fingerprint": fingerprint, "model_id": model_id, "source": source}
         if path.exists() or not create_sealed(path, content):
             saved = self._read_checkpoint(model_id)
             if saved.get("fingerprint") != fingerprint:
@@ -80,19 +93,18 @@ class CheckpointRecords:
         remove_stale_temporaries(path.parent)
         remove_stale_temporaries(self.output_dir)
 
-    def ids(self) -> list[int]:
-        """List the ids of all registered checkpoints, ascending.
+    @property
+    def model_ids(self) -> list[int]:
+        """Return the ids of all registered checkpoints, ascending.
 
         Raises:
-            StoreError: a checkpoint that belongs to the store is missing in part or as a whole.
+            StoreError: a checkpoint that belongs to the store has vanished in part or as a whole: leaving it out of
+                an average would change every score.
         """
-        registered, directories = set(), {}
-        for path in self.output_dir.glob("checkpoint-*"):
-            if (match := _CHECKPOINT.fullmatch(path.name)) is not None:
-                if match["file"]:
-                    registered.add(int(match["id"]))
-                else:
-                    directories[int(match["id"])] = path
+        paths = self.output_dir.glob("checkpoint-*")
+        matches = [(match, path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+        registered = {int(match["id"]) for match, _ in matches if match["file"]}
+        directories = {int(match["id"]): path for match, path in matches if not match["file"]}
         found = {model_id for model_id, path in directories.items() if (path / "checkpoint.json").exists()}
         for model_id, path in sorted(directories.items()):
             if model_id not in found and any(path.glob("*.safetensors")):
@@ -103,18 +115,18 @@ class CheckpointRecords:
                 )
         for model_id in sorted(registered - found):
             raise StoreError(
-                f"{self.directory(model_id)} is missing, although {self._member_path(model_id).name} says that it "
-                "belongs here. Expected the features of every checkpoint that was featurized. Restore it, featurize "
-                "the checkpoint again, or delete that file, too, if you removed the directory on purpose."
+                f"{self.checkpoint_dir(model_id)} is missing, although {self._member_path(model_id).name} says that "
+                "it belongs here. Expected the features of every checkpoint that was featurized. Restore it, "
+                "featurize the checkpoint again, or delete that file, too, if you removed the directory on purpose."
             )
         return sorted(found)
 
-    def info(self, model_id: int) -> dict[str, Any]:
-        """Read the record of a checkpoint.
+    def checkpoint_info(self, model_id: int) -> dict[str, Any]:
+        """Return what is recorded of a checkpoint: `model_id`, `fingerprint`, `source`, `config_hash`.
 
         Raises:
-            IncompleteStoreError: the checkpoint is not registered.
-            StoreError: its record is damaged, or belongs elsewhere.
+            IncompleteStoreError: no checkpoint of this id is registered.
+            StoreError: its record is damaged, belongs elsewhere, or is that of another configuration.
         """
         info = self._read_checkpoint(model_id)
         if self._member_path(model_id).exists():
@@ -122,12 +134,12 @@ class CheckpointRecords:
         return info
 
     def _read_checkpoint(self, model_id: int) -> dict[str, Any]:
-        path = self.directory(model_id) / "checkpoint.json"
+        path = self.checkpoint_dir(model_id) / "checkpoint.json"
         try:
             info = read_record(path)
         except FileNotFoundError as error:
             raise IncompleteStoreError(
-                f"Model id {model_id} is not in {self.output_dir}, which has {self.ids() or 'none'}. Featurize "
+                f"Model id {model_id} is not in {self.output_dir}, which has {self.model_ids or 'none'}. Featurize "
                 "the train set with this checkpoint first."
             ) from error
         if info.get("config_hash") != self.config_hash:
@@ -162,6 +174,87 @@ class CheckpointRecords:
                 + "). Expected files of one run. Restore the directory that belongs here, or delete both and "
                 "featurize this checkpoint again."
             )
+
+    # -- experiments -------------------------------------------------------------------------------------------------
+
+    @property
+    def _with_experiments(self) -> Path:
+        """Return the directory of the store that keeps the experiments."""
+        return self.output_dir
+
+    @property
+    def experiments(self) -> list[str]:
+        """Return the names of all experiments."""
+        return sorted(path.parent.name for path in self._with_experiments.glob("experiments/*/experiment.json"))
+
+    def experiment_dir(self, experiment: str) -> Path:
+        """Return the directory of one experiment. Raises as `hf_trak.store.atomic.safe_name`."""
+        return self._with_experiments / "experiments" / safe_name(experiment, "experiment")
+
+    def _experiment_path(self, name: str) -> Path:
+        return self.experiment_dir(name) / "experiment.json"
+
+    def _register_experiment(
+        self, name: str, content: Mapping[str, Any], compare: Mapping[str, "Comparison"] | None
+    ) -> None:
+        """Create the record of an experiment, or compare it with the one that exists.
+
+        Args:
+            name: the experiment.
+            content: plain JSON.
+            compare: see `hf_trak.store.checkpoint_records.compared`.
+
+        Raises:
+            ConfigMismatchError: the experiment exists with other values; it is left as it was.
+            StoreError: its record is damaged.
+        """
+        path = self._experiment_path(name)
+        given = {**content, "name": name}
+        if not path.exists() and create_sealed(path, given):
+            return
+        saved = read_record(path)
+        if changes := compared(saved, given, compare):
+            raise ConfigMismatchError(
+                f"Experiment {name!r} exists in {path} with other values than those given:\n  "
+                + "\n  ".join(changes)
+                + "\nUse another experiment name for other targets."
+            )
+
+    def experiment_info(self, experiment: str) -> dict[str, Any]:
+        """Return what is recorded of an experiment: `num_targets`, `dataset_fingerprint`, and the `extra` values.
+
+        Raises:
+            IncompleteStoreError: there is no such experiment.
+            StoreError: the file is damaged, or that of another experiment.
+        """
+        path = self._experiment_path(experiment)
+        try:
+            info = read_record(path)
+        except FileNotFoundError as error:
+            raise IncompleteStoreError(
+                f"Experiment {experiment!r} is not in {self._with_experiments}, which has "
+                f"{self.experiments or 'none'}. Featurize its targets first."
+            ) from error
+        if (found := info.pop("name", None)) != experiment:
+            raise StoreError(
+                f"{path} is that of experiment {found!r}. Expected {experiment!r}, as its directory is called. Give "
+                "the directory its old name, or delete it and attribute again."
+            )
+        return info
+
+    def _target_count(self, name: str, info: Mapping[str, Any]) -> int:
+        """Return the number of targets that a record gives.
+
+        Raises:
+            StoreError: it is no number.
+        """
+        try:
+            return checked_count(info.get("num_targets"), "num_targets")
+        except ValueError as error:
+            raise StoreError(
+                f"{self._experiment_path(name)} is damaged: {error} Delete the directory of this experiment and "
+                "attribute again."
+            ) from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -352,85 +445,3 @@ def compared(
 
 def _defining(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in INFORMATIONAL}
-
-
-class ExperimentRecords:
-    """The records of the experiments of one store."""
-
-    def __init__(self, output_dir: Path) -> None:
-        """
-        Args:
-            output_dir: directory of the store.
-        """
-        self.output_dir = output_dir
-
-    def directory(self, name: str) -> Path:
-        """Return the directory of one experiment. Raises as `hf_trak.store.atomic.safe_name`."""
-        return self.output_dir / "experiments" / safe_name(name, "experiment")
-
-    def path(self, name: str) -> Path:
-        """Return the file of one record."""
-        return self.directory(name) / "experiment.json"
-
-    def names(self) -> list[str]:
-        """Return the names of all experiments, sorted."""
-        return sorted(path.parent.name for path in self.output_dir.glob("experiments/*/experiment.json"))
-
-    def register(self, name: str, content: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None) -> None:
-        """Create the record of an experiment, or compare it with the one that exists.
-
-        Args:
-            name: the experiment.
-            content: plain JSON.
-            compare: see `hf_trak.store.checkpoint_records.compared`.
-
-        Raises:
-            ConfigMismatchError: the experiment exists with other values; it is left as it was.
-            StoreError: its record is damaged.
-        """
-        path = self.path(name)
-        given = {**content, "name": name}
-        if not path.exists() and create_sealed(path, given):
-            return
-        saved = read_record(path)
-        if changes := compared(saved, given, compare):
-            raise ConfigMismatchError(
-                f"Experiment {name!r} exists in {path} with other values than those given:\n  "
-                + "\n  ".join(changes)
-                + "\nUse another experiment name for other targets."
-            )
-
-    def info(self, name: str) -> dict[str, Any]:
-        """Read the record of an experiment: what was given to [`~ExperimentRecords.register`].
-
-        Raises:
-            IncompleteStoreError: there is no such experiment.
-            StoreError: the record is damaged, or that of another experiment.
-        """
-        path = self.path(name)
-        try:
-            info = read_record(path)
-        except FileNotFoundError as error:
-            raise IncompleteStoreError(
-                f"Experiment {name!r} is not in {self.output_dir}, which has {self.names() or 'none'}. Featurize its "
-                "targets first."
-            ) from error
-        if (found := info.pop("name", None)) != name:
-            raise StoreError(
-                f"{path} is that of experiment {found!r}. Expected {name!r}, as its directory is called. Give the "
-                "directory its old name, or delete it and attribute again."
-            )
-        return info
-
-    def target_count(self, name: str, info: Mapping[str, Any]) -> int:
-        """Return the number of targets that a record gives.
-
-        Raises:
-            StoreError: it is no number.
-        """
-        try:
-            return checked_count(info.get("num_targets"), "num_targets")
-        except ValueError as error:
-            raise StoreError(
-                f"{self.path(name)} is damaged: {error} Delete the directory of this experiment and attribute again."
-            ) from error

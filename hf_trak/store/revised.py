@@ -18,8 +18,8 @@ Revisions can be revised in turn. They hold paths of the original store, and do 
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_trak.errors import CheckpointMismatchError, StoreError
-from hf_trak.store.checkpoint_records import Comparison, ExperimentRecords
-from hf_trak.store.codes import CodedRows, CodeFormat
+from hf_trak.store.codes import CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore, Gram
@@ -58,13 +57,11 @@ class RevisedPlan(ShardPlan):
         return len(self.bounds) - 1
 
     def rows(self, index: int) -> range:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Shard {index} does not exist; expected 0 ≤ index < {len(self)}.")
+        super().rows(index)  # which refuses indices of no shard
         return range(self.bounds[index], self.bounds[index + 1])
 
     def shard_of(self, row: int) -> int:
-        if not 0 <= row < self.n_rows:
-            raise IndexError(f"Row {row} does not exist; expected 0 ≤ row < {self.n_rows}.")
+        super().shard_of(row)
         return bisect.bisect_right(self.bounds, row) - 1
 
 
@@ -146,8 +143,8 @@ class RevisedStore(FeatureStore):
         return self.base.model_ids
 
     @property
-    def experiment_records(self) -> ExperimentRecords:
-        return self.base.experiment_records
+    def _with_experiments(self) -> Path:
+        return self.base._with_experiments
 
     def checkpoint_info(self, model_id: int) -> dict[str, Any]:
         return self.base.checkpoint_info(model_id)
@@ -165,16 +162,8 @@ class RevisedStore(FeatureStore):
                 f"the store that is revised, but was given {fingerprint} (from {source}). Expected the same weights."
             )
 
-    def targets(
-        self,
-        experiment: str,
-        model_id: int,
-        n_targets: int,
-        dataset_fingerprint: str,
-        extra: Mapping[str, Any] | None = None,
-        compare: Mapping[str, Comparison] | None = None,
-    ) -> ShardSet:
-        return self.base.targets(experiment, model_id, n_targets, dataset_fingerprint, extra, compare)
+    def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
+        return self.base.saved_targets(experiment, model_id)
 
     def train(self, model_id: int) -> RevisedShards:
         """Return the features of the kept rows of the original, in order, and below them those of the added rows."""
@@ -264,12 +253,7 @@ class PrefixShards(ShardSet):
         """Read the first columns of one shard. What is read is always compared with its checksums once."""
         shard = self._whole.prefix_of(index, self._count)
         assert shard.coded is not None and self.code_format is not None  # a prefix is one of codes
-        return Shard(
-            shard.start,
-            shard.stop,
-            CodedRows(self.code_format, shard.coded.scale, shard.coded.blocks),
-            shard.out_to_loss,
-        )
+        return replace(shard, features=replace(shard.coded, form=self.code_format))
 
     def write(self, index: int, grads: Tensor, out_to_loss: Tensor) -> Path:
         """Raise `StoreError`: only whole rows are written."""

@@ -2,19 +2,19 @@
 
 {"checksum": xxh3-128 of all other keys as canonical JSON, "format_version": 1, …}
 
-[`Finding`] is what a check says about any file.
+[`Finding`] is what a check says about any file, and [`judged`] makes one.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
-from hf_trak.errors import StoreError
+from hf_trak.errors import HfTrakError, StoreError
 from hf_trak.store.atomic import create_bytes, json_bytes, read_json, write_bytes
 
 CHECKSUM_KEY = "checksum"
@@ -42,6 +42,21 @@ class Finding:
     state: State
     detail: str = ""
     remedy: str = ""
+
+
+def judged(path: Path, check: Callable[[], object], remedy: str = "") -> Finding:
+    """Run the check of a file, and return what came of it.
+
+    Args:
+        path: the file.
+        check: raises if the file is damaged or belongs elsewhere.
+        remedy: how to repair it.
+    """
+    try:
+        check()
+    except (HfTrakError, OSError) as error:
+        return Finding(path, "damaged", str(error), remedy) if path.exists() else Finding(path, "missing", "", remedy)
+    return Finding(path, "intact")
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,8 @@ from torch import Tensor
 from hf_trak.errors import IncompleteStoreError, NonFiniteError, StoreError
 from hf_trak.runtime.checks import check_finite_rows
 from hf_trak.store.codes import CodedRows, CodeFormat, Rotation
-from hf_trak.store.sealed import Finding
-from hf_trak.store.shards import (
-    Identity,
-    ShardPlan,
-    TensorSpec,
-    read_header,
-    read_part,
-    read_tensors,
-    write_tensors,
-)
+from hf_trak.store.sealed import Finding, judged
+from hf_trak.store.shards import Identity, ShardPlan, TensorSpec, read_header, read_part, read_tensors, write_tensors
 
 UNDERFLOW_TOLERANCE = 0.01
 """Relative change of a row, in norm, beyond which casting it to the storage dtype is reported."""
@@ -56,6 +49,11 @@ class Shard:
     def coded(self) -> CodedRows | None:
         """Return the codes, or `None` for floating-point features."""
         return self.features if isinstance(self.features, CodedRows) else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the file of the shard, by name."""
+        features = {"grads": self.features} if isinstance(self.features, Tensor) else self.features.tensors()
+        return {**features, "out_to_loss": self.out_to_loss}
 
     def rows(self, first: int, last: int) -> "Shard":
         """Take the rows `first … last − 1`, counted from the first row of the shard."""
@@ -182,15 +180,9 @@ class ShardSet:
             )
         tensors = self._to_storage(grads.detach(), rows)
         check_finite_rows(out_to_loss, "output-to-loss gradient", rows, unit="sample")
-        path = self.path(index)
-        write_tensors(
-            path,
-            {**tensors, "out_to_loss": out_to_loss.detach().to(torch.float32)},
-            self.identity,
-            start=rows.start,
-            stop=rows.stop,
-        )
-        return path
+        tensors["out_to_loss"] = out_to_loss.detach().to(torch.float32)
+        write_tensors(self.path(index), tensors, self.identity, start=rows.start, stop=rows.stop)
+        return self.path(index)
 
     def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
         """Read one shard.
@@ -204,15 +196,9 @@ class ShardSet:
         Raises:
             StoreError: the file is missing, truncated or damaged, or does not belong here.
         """
-        rows = self.plan.rows(index)
+        rows, specs = self.plan.rows(index), self._specs(index)
         tensors = read_tensors(
-            self.path(index),
-            self.identity,
-            self._specs(index),
-            verify,
-            mapped,
-            start=rows.start,
-            stop=rows.stop,
+            self.path(index), self.identity, specs, verify, mapped, start=rows.start, stop=rows.stop
         )
         return Shard(rows.start, rows.stop, self._features(tensors), tensors["out_to_loss"])
 
@@ -300,15 +286,13 @@ class ShardSet:
         """
         for index in range(len(self.plan)):
             rows, path = self.plan.rows(index), self.path(index)
-            if not self.exists(index):
-                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
-                continue
-            try:
-                check_values(self.read(index, verify=True), path)
-            except (StoreError, NonFiniteError) as error:
-                yield Finding(path, "damaged", str(error), f"Delete it; then: {remedy}")
+            if self.exists(index):
+                yield judged(path, partial(self._check_values, index), f"Delete it; then: {remedy}")
             else:
-                yield Finding(path, "intact")
+                yield Finding(path, "missing", f"rows {rows.start} to {rows.stop - 1} are not computed", remedy)
+
+    def _check_values(self, index: int) -> None:
+        check_values(self.read(index, verify=True), self.path(index))
 
     def _specs(self, index: int, names: Sequence[str] | None = None) -> dict[str, TensorSpec]:
         """Return the tensors of a shard, or those of some names."""

@@ -13,7 +13,6 @@ that part of the tensors can be read and checked.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,7 +51,10 @@ then the tensors."""
 
 
 class WholeFile:
-    """The part of the interface of `safetensors.safe_open` that shards need."""
+    """The part of the interface of `safetensors.safe_open` that shards need, on a file that is read at once.
+
+    `safe_open` itself reads and checks the header.
+    """
 
     def __init__(self, path: Path) -> None:
         """
@@ -64,20 +66,15 @@ class WholeFile:
             OSError: it cannot be read.
             SafetensorError: it is truncated, or not a safetensors file.
         """
+        checked = safe_open(path, framework="np")  # which maps no storage of torch
+        self.metadata, self.keys, self.get_slice = checked.metadata, checked.keys, checked.get_slice
         with open(path, "rb", buffering=0) as file:
             data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
             if file.readinto(data.data) != len(data):
                 raise SafetensorError("it became shorter while it was read")
         begin = _LENGTH + int.from_bytes(data[:_LENGTH].tobytes(), "little")
-        if not _LENGTH < begin <= len(data):
-            raise SafetensorError(f"its header would end at byte {begin}, the file ends at {len(data)}")
-        try:
-            header = json.loads(data[_LENGTH:begin].tobytes())
-            self._metadata = header.pop("__metadata__", None)
-            self._tensors = {name: _Entry(**entry) for name, entry in header.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise SafetensorError(f"its header is not one of safetensors ({error})") from error
-        self._bytes = data[begin:]
+        header = json.loads(data[_LENGTH:begin].tobytes())
+        self._bytes = {name: data[begin:][slice(*header[name]["data_offsets"])] for name in self.keys()}
 
     def __enter__(self) -> "WholeFile":
         return self
@@ -85,56 +82,20 @@ class WholeFile:
     def __exit__(self, *error: object) -> None:
         """Do nothing: no file is open."""
 
-    def metadata(self) -> dict[str, str] | None:
-        return self._metadata
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_slice(self, name: str) -> "_Entry":
-        return self._tensors[name]
-
     def get_tensor(self, name: str) -> Tensor:
         """Return a tensor, a view of the memory that the file was read into.
 
         Raises:
-            SafetensorError: the header gives it bytes that the file does not have, or a dtype that a store does not
-                hold.
+            SafetensorError: it has a dtype that a store does not hold.
         """
-        entry = self._tensors[name]
-        dtype = DTYPES.get(entry.dtype)
+        part, content = self.get_slice(name), self._bytes[name]
+        dtype = DTYPES.get(part.get_dtype())
         if dtype is None:
-            raise SafetensorError(f"`{name}` has dtype {entry.dtype}")
-        first, last = entry.data_offsets
-        if not first <= last <= len(self._bytes) or last - first != math.prod(entry.shape) * dtype.itemsize:
-            raise SafetensorError(
-                f"`{name}` of shape {entry.shape} would be bytes {first} … {last} of {len(self._bytes)}"
-            )
-        content = self._bytes[first:last]
+            raise SafetensorError(f"`{name}` has dtype {part.get_dtype()}")
         # A header of odd length leaves tensors unaligned, which `view` refuses.
         if content.ctypes.data % dtype.itemsize:
             content = content.copy()
-        return torch.from_numpy(content).view(dtype).view(entry.shape)
-
-
-class _Entry:
-    """The entry of a tensor in the header."""
-
-    def __init__(self, dtype: str, shape: list[int], data_offsets: list[int], **_: Any) -> None:
-        numbers = [*shape, *data_offsets]
-        right = isinstance(dtype, str) and isinstance(shape, list) and len(data_offsets) == 2
-        right = right and all(type(number) is int and number >= 0 for number in numbers)
-        if not right or math.prod(max(size, 1) for size in shape) >= 1 << 60:  # torch multiplies in 64 bits
-            raise ValueError(f"there is a tensor {dtype!r} {shape!r} at {data_offsets!r}")
-        self.dtype = dtype
-        self.shape = shape
-        self.data_offsets = data_offsets
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype
+        return torch.from_numpy(content).view(dtype).view(part.get_shape())
 
 
 METADATA_KEY = "hf_trak"

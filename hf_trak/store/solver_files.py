@@ -14,14 +14,14 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_trak.errors import NonFiniteError, StoreError
-from hf_trak.store.sealed import Finding
+from hf_trak.store.sealed import Finding, judged
 from hf_trak.store.shards import Identity, TensorSpec, metadata_of, read_header, read_tensors, write_tensors
 from hf_trak.store.store import FeatureStore
 
@@ -148,16 +148,12 @@ class SolverFiles:
             An iterator of one finding per file that exists.
         """
         for path in self.paths():
-            if not whole:
+            if whole:
+                identity = {**_identity_of(path), **self.features}
+                yield judged(path, partial(read_tensors, path, identity, {}, verify=True), _REMEDY)
+            else:
                 detail = "features that it was computed from are damaged or missing"
                 yield Finding(path, "unchecked", detail, _REMEDY)
-                continue
-            try:
-                read_tensors(path, {**_identity_of(path), **self.features}, {}, verify=True)
-            except StoreError as error:
-                yield Finding(path, "damaged", str(error), _REMEDY)
-            else:
-                yield Finding(path, "intact")
 
 
 def _identity_of(path: Path) -> dict[str, str | int]:

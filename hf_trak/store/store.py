@@ -23,7 +23,6 @@ refused with an error that names it. The files `checkpoint-<model_id>.json` reve
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,14 +34,11 @@ from hf_trak.store.atomic import remove_stale_temporaries
 from hf_trak.store.checkpoint_records import (
     CODE_BITS,
     FEATURE_DTYPES,
-    INFORMATIONAL,
-    CheckpointRecords,
     Comparison,
-    ExperimentRecords,
+    StoreRecords,
     checked_count,
     checked_model_id,
     config_changes,
-    config_hash,
     normalized,
     read_config,
 )
@@ -139,32 +135,17 @@ def _trace(matrix: Tensor) -> float:
 _FEATURIZE_REST = "Featurize the remaining rows first."
 
 
-class FeatureStore:
+class FeatureStore(StoreRecords):
     """The features of one configuration on disk. The module's docstring lists the files.
 
     Use [`FeatureStore.open`] or [`FeatureStore.load`] rather than the constructor.
     """
 
     CONFIG_FILE: ClassVar[str] = "trak_config.json"
-    INFORMATIONAL: ClassVar[tuple[str, ...]] = INFORMATIONAL
-
-    def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
-        """
-        Args:
-            output_dir (`Path`):
-                Directory of the store.
-            config (`dict[str, Any]`):
-                Its configuration, as [`~hf_trak.store.checkpoint_records.normalized`] returns it.
-        """
-        self.output_dir = output_dir
-        self._config = config
 
     @classmethod
     def open(
-        cls,
-        output_dir: str | Path,
-        config: Mapping[str, Any],
-        compare: Mapping[str, Comparison] | None = None,
+        cls, output_dir: str | Path, config: Mapping[str, Any], compare: Mapping[str, Comparison] | None = None
     ) -> "FeatureStore":
         """Open a store, and create it unless it exists.
 
@@ -235,16 +216,6 @@ class FeatureStore:
         return config_changes(self._config, config, compare)
 
     @property
-    def config(self) -> dict[str, Any]:
-        """Return a copy of the saved configuration."""
-        return dict(self._config)
-
-    @cached_property
-    def config_hash(self) -> str:
-        """Return the hex digest of all keys that define the features."""
-        return config_hash(self._config)
-
-    @property
     def train_size(self) -> int:
         """Return the number of training rows."""
         return int(self._config["train_size"])
@@ -274,50 +245,6 @@ class FeatureStore:
         return Rotation(self.proj_dim, self._config["seed"], checked_model_id(model_id))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def _checkpoint_records(self) -> CheckpointRecords:
-        return CheckpointRecords(self.output_dir, self.config_hash)
-
-    def checkpoint_dir(self, model_id: int) -> Path:
-        """Return the directory of one checkpoint's train features."""
-        return self.output_dir / f"checkpoint-{checked_model_id(model_id)}"
-
-    def register_checkpoint(self, model_id: int, fingerprint: str, source: str | None = None) -> None:
-        """Tie a `model_id` to the weights that its features are computed with.
-
-        Args:
-            model_id (`int`):
-                Id of the checkpoint, at least 0.
-            fingerprint (`str`):
-                Identity of the weights, see `hf_trak.weights.checkpoints.fingerprint_state_dict`.
-            source (`str`, *optional*):
-                Where the weights came from; saved for the reader, not compared.
-
-        Raises:
-            ValueError: `model_id` is not an integer of at least 0.
-            CheckpointMismatchError: the id is tied to other weights; the store is left as it was.
-        """
-        self._checkpoint_records.register(model_id, fingerprint, source)
-
-    @property
-    def model_ids(self) -> list[int]:
-        """Return the ids of all registered checkpoints, ascending.
-
-        Raises:
-            StoreError: a checkpoint that belongs to the store has vanished in part or as a whole: leaving it out of
-                an average would change every score.
-        """
-        return self._checkpoint_records.ids()
-
-    def checkpoint_info(self, model_id: int) -> dict[str, Any]:
-        """Return what is recorded of a checkpoint: `model_id`, `fingerprint`, `source`, `config_hash`.
-
-        Raises:
-            IncompleteStoreError: no checkpoint of this id is registered.
-            StoreError: it was registered under another configuration.
-        """
-        return self._checkpoint_records.info(model_id)
 
     def identity(self, model_id: int) -> dict[str, str | int]:
         """Return what every file of a registered checkpoint is computed from: weights, configuration, and id."""
@@ -383,29 +310,6 @@ class FeatureStore:
 
     # -- experiments -------------------------------------------------------------------------------------------------
 
-    @property
-    def experiment_records(self) -> ExperimentRecords:
-        """Return the records of the experiments."""
-        return ExperimentRecords(self.output_dir)
-
-    @property
-    def experiments(self) -> list[str]:
-        """Return the names of all experiments."""
-        return self.experiment_records.names()
-
-    def experiment_dir(self, experiment: str) -> Path:
-        """Return the directory of one experiment."""
-        return self.experiment_records.directory(experiment)
-
-    def experiment_info(self, experiment: str) -> dict[str, Any]:
-        """Return what is recorded of an experiment: `num_targets`, `dataset_fingerprint`, and the `extra` values.
-
-        Raises:
-            IncompleteStoreError: there is no such experiment.
-            StoreError: the file is damaged, or that of another experiment.
-        """
-        return self.experiment_records.info(experiment)
-
     def targets(
         self,
         experiment: str,
@@ -438,12 +342,11 @@ class FeatureStore:
             ConfigMismatchError: the experiment exists with other values; it is left as it was.
             IncompleteStoreError: the checkpoint is not registered.
         """
-        records = self.experiment_records
-        records.directory(experiment)  # a plain name, or an error
+        self.experiment_dir(experiment)  # a plain name, or an error
         checked_count(n_targets, "n_targets")
         self.identity(model_id)  # registered, or an error before anything is created
         content = {**(extra or {}), "dataset_fingerprint": dataset_fingerprint, "num_targets": n_targets}
-        records.register(experiment, content, compare)
+        self._register_experiment(experiment, content, compare)
         return self.saved_targets(experiment, model_id)
 
     def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
@@ -454,7 +357,7 @@ class FeatureStore:
             StoreError: what is recorded of either is damaged.
         """
         info = self.experiment_info(experiment)
-        plan = ShardPlan(self.experiment_records.target_count(experiment, info), self._config["shard_size"])
+        plan = ShardPlan(self._target_count(experiment, info), self._config["shard_size"])
         identity = {
             **self.identity(model_id),
             "dataset_fingerprint": str(info.get("dataset_fingerprint")),

@@ -6,7 +6,7 @@ and scores have the bits of the store that the tables were written from.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
@@ -17,13 +17,12 @@ from uuid import uuid4
 import pyarrow as pa
 
 from hf_trak.errors import HfTrakError
-from hf_trak.store.codes import CodedRows
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import header_of
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import Footers, Fragment, TableFacts, checkpoints_of, not_a_table, read_fragment, shown
-from hf_trak.store.tables import features_as, rows_of
+from hf_trak.store.tables import rows_of, stored_as
 
 _READING = Lock()
 """Held while a row group of several shards is read, so that threads which need it read it once."""
@@ -190,21 +189,17 @@ class TableShards(ShardSet):
             tables.append(self._table(part).slice(first, min(rows.stop, part.stop) - part.start - first))
         _, shard = rows_of(pa.concat_tables(tables))
         path = self.fragments[of_row].path
-        features = features_as(self, shard, path)
+        shard = replace(stored_as(self, shard, path), start=rows.start, stop=rows.stop)
         if self.facts.shards is not None:
-            tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features}
-            tensors["out_to_loss"] = shard.out_to_loss
-            header = header_of(tensors, self.identity, start=rows.start, stop=rows.stop)
+            header = header_of(shard.tensors(), self.identity, start=rows.start, stop=rows.stop)
             if list(self.facts.shards[index : index + 1]) != [header["checksum"]]:
                 raise not_a_table(path, f"its rows {rows.start} to {rows.stop - 1} are not those that were written")
-        return Shard(rows.start, rows.stop, features, shard.out_to_loss)
+        return shard
 
     def prefix_of(self, index: int, count: int) -> Shard:
         names = self.names_within(count)
         shard = self.read(index)
-        assert isinstance(shard.features, CodedRows)  # `names_within` has looked
-        kept = {name: one for name, one in shard.features.tensors().items() if name in names}
-        return Shard(shard.start, shard.stop, self._features(kept), shard.out_to_loss)
+        return replace(shard, features=self._features({name: shard.tensors()[name] for name in names}))
 
     def _table(self, fragment: Fragment) -> pa.Table:
         """Read a row group. One that goes on in another shard is kept until the next is read."""

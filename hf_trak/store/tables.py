@@ -14,6 +14,7 @@ Lance tables have the checksum of each shard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -285,21 +286,14 @@ def _read_checkpoint(file: TableFile, files: list[Path], place: Path) -> None:
     shards = store.train(model_id)
     found = _divided(map(read_fragment, fragments), shards) if fragments else _in_order(file, shards, path)
     for index, shard in enumerate(found):
-        features = features_as(shards, shard, path)
-        tensors = features.tensors() if isinstance(features, CodedRows) else {"grads": features}
-        write_tensors(
-            shards.path(index),
-            {**tensors, "out_to_loss": shard.out_to_loss},
-            shards.identity,
-            start=shard.start,
-            stop=shard.stop,
-        )
+        tensors = stored_as(shards, shard, path).tensors()
+        write_tensors(shards.path(index), tensors, shards.identity, start=shard.start, stop=shard.stop)
     if shards.content_hash != facts.content:
         raise not_a_table(path, "its rows are not those that were written")
 
 
-def features_as(shards: ShardSet, shard: Shard, path: str | Path) -> Tensor | CodedRows:
-    """Return the features of rows of a table as a set of shards keeps them.
+def stored_as(shards: ShardSet, shard: Shard, path: str | Path) -> Shard:
+    """Return rows of a table as a set of shards keeps them.
 
     Args:
         shards: the set.
@@ -314,7 +308,7 @@ def features_as(shards: ShardSet, shard: Shard, path: str | Path) -> Tensor | Co
     if getattr(found, "form", None) != shards.code_format or width != shards.width:
         kind = shards.dtype if shards.code_format is None else f"{shards.code_format.bits} bits"
         raise not_a_table(path, f"its features are not {shards.width} numbers of {kind}")
-    return found if isinstance(found, CodedRows) else found.to(shards.dtype)
+    return shard if isinstance(found, CodedRows) else replace(shard, features=found.to(shards.dtype))
 
 
 def _in_order(file: TableFile, shards: ShardSet, path: Path) -> Iterator[Shard]:

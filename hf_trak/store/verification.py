@@ -9,11 +9,11 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
+from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.store.atomic import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.sealed import Finding, read_sealed
+from hf_trak.store.sealed import Finding, judged, read_sealed
 from hf_trak.store.shards import check_file
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
@@ -77,21 +77,6 @@ def _verified(directory: Path, checks: Iterable[tuple[RecordCheck, Path]]) -> It
     for one in leftovers(directory):
         if one.path not in seen:
             yield Finding(one.path, "leftover", f"{one.size} bytes", "`hf-trak inspect --clean` removes it.")
-
-
-def judged(path: Path, check: Callable[[], object], remedy: str = "") -> Finding:
-    """Run the check of a file, and return what came of it.
-
-    Args:
-        path: the file.
-        check: raises if the file is damaged or belongs elsewhere.
-        remedy: how to repair it.
-    """
-    try:
-        check()
-    except (HfTrakError, OSError) as error:
-        return Finding(path, "damaged", str(error), remedy) if path.exists() else Finding(path, "missing", "", remedy)
-    return Finding(path, "intact")
 
 
 def alone(path: Path, remedy: str) -> Finding:

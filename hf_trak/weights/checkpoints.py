@@ -202,10 +202,8 @@ def _beside(path: Path) -> str:
 def _read_directory(path: Path) -> dict[str, Tensor]:
     for name in INDEX_FILES:
         if (path / name).is_file():
-            merged: dict[str, Tensor] = {}
-            for part in read_weight_index(path / name):
-                merged.update(_read_file(path / part))
-            return merged
+            parts = (_read_file(path / part) for part in read_weight_index(path / name))
+            return {key: value for part in parts for key, value in part.items()}
     for name in WEIGHT_FILES:
         if (path / name).is_file():
             return _read_file(path / name)

@@ -94,13 +94,11 @@ class MmapDirectory:
         for key in saved.keys() & given.keys():  # functions with the same code are equal, whatever their names
             same = same_function(saved[key], given[key])
             if same is None:
-                logger.warning(
+                message = (
                     "It is unknown whether `%s` has changed, because its code was compiled by another version of "
-                    "Python: saved %s, given %s.",
-                    key,
-                    saved[key],
-                    given[key],
+                    "Python: saved %s, given %s."
                 )
+                logger.warning(message, key, saved[key], given[key])
             if same is not False:
                 given[key] = saved[key]
         if lines := differing(saved, given):

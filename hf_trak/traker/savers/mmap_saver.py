@@ -291,11 +291,8 @@ class MmapSaver(AbstractSaver):
         index = np.arange(len(marked)) if rows is None else np.asarray(rows)
         bare = index[marked & (file.sums[index] == 0)]
         if len(empty := file.empty(bare)):
-            self.logger.warning(
-                "%s has no checksums of %d rows that are marked as written. They count as missing.",
-                file.path,
-                len(empty),
-            )
+            message = "%s has no checksums of %d rows that are marked as written. They count as missing."
+            self.logger.warning(message, file.path, len(empty))
         return marked & ~np.isin(index, empty)
 
     def _compare(self, key: str, rows: np.ndarray) -> None:
@@ -314,14 +311,11 @@ class MmapSaver(AbstractSaver):
             )
         if len(bare) and file.path not in self._told_unchecked:
             self._told_unchecked.add(file.path)
-            self.logger.warning(
+            message = (
                 "%s: %d of %d rows are unchecked, because they were written past the saver and have no checksums. "
-                "`update_checksums(%r)` computes them.",
-                file.path,
-                len(bare),
-                len(rows),
-                key,
+                "`update_checksums(%r)` computes them."
             )
+            self.logger.warning(message, file.path, len(bare), len(rows), key)
 
     def _content(self, model_id: int) -> dict[str, str]:
         found = {}
