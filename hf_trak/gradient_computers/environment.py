@@ -100,8 +100,9 @@ def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
     """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other."""
-    with _kept(model.parameters(), "requires_grad"):
-        for parameter in model.parameters():
+    changed = [one for one in model.parameters() if one.requires_grad != (id(one) in wanted)]
+    with _kept(changed, "requires_grad"):
+        for parameter in changed:
             parameter.requires_grad_(id(parameter) in wanted)
         yield
 

@@ -34,9 +34,10 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
         `(B,)`, float32 (float64 for float64 logits), differentiable.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
-    correct = torch.where(is_label, logits, 0.0).sum(dim=-1)
-    return correct - logits.masked_fill(is_label, -torch.inf).logsumexp(dim=-1)
+    label, known = _labels_of(labels, logits)
+    picked = logits.gather(-1, label)
+    others = logits.scatter(-1, label, torch.where(known, -torch.inf, picked))
+    return torch.where(known, picked, 0.0).squeeze(-1) - others.logsumexp(dim=-1)
 
 
 def error_probability(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -307,4 +308,4 @@ def _slices(logits: Tensor) -> Iterator[tuple[Any, Tensor]]:
 def _labels_of(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return labels `(…, T)` as indices `(…, T, 1)`, 0 where one is no class, and a mask of those that are."""
     known = (labels >= 0) & (labels < logits.shape[-1])
-    return torch.where(known, labels, 0).unsqueeze(-1), known.unsqueeze(-1)
+    return torch.where(known, labels, 0).long().unsqueeze(-1), known.unsqueeze(-1)

@@ -98,7 +98,9 @@ class HookedPass:
         self.postpones = False
         self.postponed: Exception | None = None
         self._blocks = blocks
-        self.checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        name = "gradient_checkpointing"  # an attribute that is not there is expensive to ask a module for
+        having = (one for one in model.modules() if name in one.__dict__ or hasattr(type(one), name))
+        self.checkpointed = any(getattr(module, name) for module in having)
         self._anchors: dict[torch.device, Tensor] = {}
         self._expanded: dict[tuple[int, BatchAxis, int], Tensor] = {}
         self._kept_alive: list[Tensor] = []  # an `id` stays that of one tensor as long as the tensor lives

@@ -196,27 +196,32 @@ class _RuleHandler:
             hooked_pass.bypass_depth += 1  # the rule covers all that happens inside of the layer
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
+        hooked_pass = self.hooked_pass
         # 1. Undo what `before` did.
         index = self.stack.pop()
         if index is None:
             return None
-        call: LayerCallId = (self.name, index)
-        unbatched = call in known.unbatched_calls
+        unbatched = (self.name, index) in hooked_pass.model_trace.unbatched_calls
         if not unbatched:
             hooked_pass.bypass_depth -= 1
         tensors = list(tensors_in(args, kwargs))
         if not isinstance(result, Tensor):  # the layer raised an exception
             return None
-        # 2. For one sample, note the tensors; for a batch, find out where it is in them. A call without a batch leaves
-        #    the tracker on, which must not take what is looked up here for the model's own operations.
-        with hooked_pass.bypassed():
-            if hooked_pass.tracing:
-                hooked_pass.sample_trace.calls[self.name].append(OpTrace.of(tensors, [result]))
-                if not unbatched:
-                    mark_data(result)
-                return None
-            x_axis, out_axis = self._axes(hooked_pass.sample_trace.calls[self.name][index], tensors, result)
+        # looks at shapes, and the capture, are none of the model's own operations, and cost less without the tracker
+        with unseen_by_modes():
+            return self._seen(index, unbatched, tensors, result)
+
+    def _seen(self, index: int, unbatched: bool, tensors: list[Tensor], result: Tensor) -> Any:
+        """Take note of a call, or see to it that its gradient is taken."""
+        hooked_pass, known = self.hooked_pass, self.hooked_pass.model_trace
+        call: LayerCallId = (self.name, index)
+        # 2. For one sample, note the tensors; for a batch, find out where it is in them.
+        if hooked_pass.tracing:
+            hooked_pass.sample_trace.calls[self.name].append(OpTrace.of(tensors, [result]))
+            if not unbatched:
+                mark_data(result)
+            return None
+        x_axis, out_axis = self._axes(hooked_pass.sample_trace.calls[self.name][index], tensors, result)
         # 3. Start again if the call sees the batch and seemed not to, or the other way round.
         if unbatched != (out_axis is None):
             (known.batched_calls if unbatched else known.unbatched_calls).add(call)
