@@ -239,7 +239,7 @@ def _bits(value: Any, count: int) -> list[Any]:
     plain = type(value) is Tensor and value.dtype in _PLAIN and value.layout == torch.strided and not value.is_nested
     if not plain or value.device.type != "cpu" or not value.ndim or value.numel() > _MOST_BITS:
         return _exact(value, count)
-    array: Any = value.numpy(force=True)
+    array = value.numpy(force=True)
     return [(value.dtype, value.shape, part.tobytes()) for part in (array if len(array) == count else [array])]
 
 
