@@ -164,9 +164,9 @@ class TrakConfig:
         model_dtype (`str`, *optional*):
             Dtype to which the model is cast first. By default it keeps its own.
         per_device_batch_size (`int` or `str`, *optional*, defaults to 16):
-            Rows per batch and process; changes features by rounding only. `"auto"` begins with 16 rows, for features on
-            a CPU with as many as have 2,048 tokens, and lowers their number when memory runs out. The size that fits is
-            saved in `output_dir`, so that a resumed run starts with it.
+            Rows per batch and process; changes features by rounding only. `"auto"` begins with 16 rows, and lowers
+            their number when memory runs out. The size that fits is saved in `output_dir`, so that a resumed run
+            starts with it.
         shard_size (`int`, *optional*, defaults to 1024):
             Rows per shard of features, which is the most that a killed process loses.
         num_draws (`int`, *optional*, defaults to 1):

@@ -61,9 +61,6 @@ def row_lengths(dataset: Any, rows: range) -> Sequence[int] | None:
 
 logger = logging.getLogger(__name__)
 
-_SHORT = 128
-"""Tokens of a row up to which a batch takes more rows where it is to be filled: 16 rows are 2,048 tokens."""
-
 
 def row_count(dataset: Any, name: str) -> int:
     """Count the rows of a map-style dataset.
@@ -308,7 +305,7 @@ class RowBatches:
             return self._drawn_rows.__getitems__([(row, draw) for row in rows])
         return self._collate(rows_at(self.dataset, rows))
 
-    def cuts(self, rows: range, batch_size: int, fill: bool = False) -> list[Sequence[int]]:
+    def cuts(self, rows: range, batch_size: int) -> list[Sequence[int]]:
         """Divide rows into batches. The division depends on these rows, the size and the collator alone.
 
         Rows of tokens come in the order of their lengths, longest first, where these are stored or the collator lays
@@ -319,7 +316,6 @@ class RowBatches:
         Args:
             rows: consecutive row numbers.
             batch_size: rows in a batch.
-            fill: whether a batch of short rows of tokens takes as many more as fit into `batch_size` rows of 128.
         """
         if self._end_to_end is None:
             self._end_to_end = self._lays_end_to_end(rows)
@@ -334,15 +330,9 @@ class RowBatches:
                 return [cut for group in alike.values() for cut in _cut(group, batch_size)]
         elif 1 < batch_size < len(rows):
             lengths = row_lengths(self.dataset, rows)
-            if lengths is not None and (fill or len(set(lengths)) > 1) and not self.drawn:
-                return _cut_by_length(rows, lengths, batch_size, self._entries if fill else None)
+            if lengths is not None and len(set(lengths)) > 1 and not self.drawn:
+                return _cut_by_length(rows, lengths, batch_size)
         return list(batch_rows(rows.start, rows.stop, batch_size))
-
-    def _entries(self, row: int) -> int:
-        """Count the entries of a row in the largest tensor of its batch, which the collator may pad."""
-        batch = self.collated([row])
-        values = batch.values() if isinstance(batch, Mapping) else batch
-        return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=1)
 
     def _lays_end_to_end(self, rows: range) -> bool | None:
         """Tell whether the collator makes one sequence of several rows, by the first two; `None` for a single one."""
@@ -393,20 +383,13 @@ def _cut(rows: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
 
-def _cut_by_length(
-    rows: range, lengths: Sequence[int], batch_size: int, entries: Callable[[int], int] | None = None
-) -> list[Sequence[int]]:
+def _cut_by_length(rows: range, lengths: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     """Divide rows into batches of similar lengths, and keep the order of rows of one length.
 
     The longest come first, so that a batch that is too large for the memory, and an engine that is wrong for a model,
-    are noticed at once. `entries` counts those of the first row of a batch, where short rows are to fill it.
+    are noticed at once.
     """
-    ordered, found = sorted(rows, key=lambda row: -lengths[row - rows.start]), list[Sequence[int]]()
-    while ordered:
-        count = batch_size if entries is None else max(batch_size, batch_size * _SHORT // max(1, entries(ordered[0])))
-        found.append(ordered[:count])
-        ordered = ordered[count:]
-    return found
+    return _cut(sorted(rows, key=lambda row: -lengths[row - rows.start]), batch_size)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -258,9 +258,7 @@ class Featurizer(RowFeatures):
         batches = self.batches(dataset, side)
         ranges = [shards.plan.rows(index) for index in indices]
         # Batches never cross a shard boundary, so a shard is the same whichever others are computed in this run.
-        # On a CPU, most of what a batch of few tokens costs does not depend on how many there are.
-        fill = self.args.per_device_batch_size == "auto" and self.device.type == "cpu"
-        cuts = [cut for rows in ranges for cut in batches.cuts(rows, batch_size, fill)]
+        cuts = [cut for rows in ranges for cut in batches.cuts(rows, batch_size)]
         stream = batches.iterate(cuts, batches.draws)
         total, written = sum(map(len, ranges)), list[Path]()
         late = LateChecks(total)

@@ -223,8 +223,6 @@ def test_rows_are_sorted_by_length(tmp_path: Path) -> None:
             cut = divided.cuts(shard, 2)
             assert sorted(row for part in cut for row in part) == list(shard)
             assert [lengths[row] for part in cut for row in part] == sorted(lengths[row] for row in shard)[::-1]
-            if divided is not batches:  # short rows, of up to 256 tokens together
-                assert divided.cuts(shard, 2, fill=True) == [[row for part in cut for row in part]]
     expected = features(padded)
     assert_same(features(free), expected)
     unknown = padded.features.featurizer().batches([rows[row] for row in range(len(rows))])
