@@ -3,7 +3,7 @@
     python benchmarks/replay_smoothing.py --work replay
     python benchmarks/replay_smoothing.py --work replay --cases gpt2-300 --kappas 0.03 0.1 0.3 1 3 10
 
-The cases are those of `replay_cases.py`, and the retrainings those of `replay.py`. All rows are in the curvature. For
+The cases are those of `replay_cases.py`, and the retrainings those of `replay.py`. For
 each κ it prints LDS, and what the removal of the first 1 % of the rows of each target does, predicted and measured.
 """
 
@@ -22,15 +22,15 @@ from hf_trak import Replay
 from hf_trak.evaluation import TrainerRetraining, evaluate_lds, masks_and_outputs, retrain_on_subsets
 
 
-def scores_of(case: Case, place: Path, kappas: list[float]) -> dict[str, np.ndarray]:
+def scores_of(case: Case, place: Path, kappas: list[float], share: float) -> dict[str, np.ndarray]:
     """Return the scores `(n, m)` of the recipe and of the run for each κ, computed once."""
-    path, names = place / "smoothing.npz", {f"κ = {kappa:g}": kappa for kappa in kappas}
+    path, names = place / f"smoothing-{share:g}.npz", {f"κ = {kappa:g}": kappa for kappa in kappas}
     known = dict(np.load(path)) if path.exists() else {}
     if missing := [name for name in ("recipe", *names) if name not in known]:
         _, targets = case.split()
         attributor = fresh(case, place / "smoothing", True)
         for name in missing:
-            run = Replay() if name == "recipe" else Replay(of="run", hessian_share=1.0, smoothing=names[name])
+            run = Replay() if name == "recipe" else Replay(of="run", hessian_share=share, smoothing=names[name])
             known[name] = np.array(attributor.attribute(targets, top_k=None, method=run)["trak_scores"]).T
         np.savez(path, **known)
     return {name: known[name] for name in ("recipe", *names)}
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("replay"), help="directory of trainings and scores")
     parser.add_argument("--cases", nargs="*", default=["gpt2-300", "vit"], choices=list(CASES))
     parser.add_argument("--kappas", nargs="*", type=float, default=[0.1, 1.0, 3.0])
+    parser.add_argument("--share", type=float, default=1.0, help="part of the rows in the curvature")
     given = parser.parse_args()
     disable_progress_bars()
     transformers_logging.set_verbosity_error()
@@ -70,14 +71,13 @@ def main() -> None:
     for name in given.cases:
         case, place = CASES[name], given.work / name
         place.mkdir(parents=True, exist_ok=True)
-        scores = scores_of(case, place, given.kappas)
+        scores = scores_of(case, place, given.kappas, given.share)
         changes = removals(case, place, scores)
         banks = [bank(case, place, share, 0, True) for share in SHARES.values()]
-        print(
-            f"\n{case.title}\n\n| | {' | '.join(SHARES)} | predicted | measured | of single targets |\n{'|---' * 6}|"
-        )
+        head = ["", *SHARES, "predicted", "measured", "of single targets"]
+        print(f"\n{case.title}\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         for method, one in scores.items():
-            lds = [f"{evaluate_lds(one, *found).mean.value:.2f}" for found in banks if found is not None]
+            lds = ["" if found is None else f"{evaluate_lds(one, *found).mean.value:.2f}" for found in banks]
             predicted, measured = changes[method]
             single = ", ".join(f"{a:.2f} → {b:.2f}" for a, b in zip(predicted, measured, strict=True))
             cells = (*lds, f"{predicted.mean():+.2f}", f"{measured.mean():+.2f}", single)

@@ -140,10 +140,10 @@ class IndexStore(FeatureStore):
             self._train[model_id] = IndexShards(local, self.files, folder, self.files.work_dir / "heads", digests)
         return self._train[model_id]
 
-    def saved_targets(self, experiment: str, model_id: int) -> ShardSet:
-        """Open targets, see [`FeatureStore.saved_targets`], after fetching what their task compares them with."""
+    def targets(self, experiment: str, model_id: int, *facts: Any, **more: Any) -> ShardSet:
+        """Open the targets of an experiment; see [`FeatureStore.targets`]. Fetches the task's references first."""
         self.fetch_references(model_id)
-        return super().saved_targets(experiment, model_id)
+        return super().targets(experiment, model_id, *facts, **more)
 
     def bounds(self) -> dict[str, Bounds]:
         """Return the bounds on every published file by its path, except for files of curvatures."""

@@ -471,8 +471,8 @@ def _assign_checkpoints(
     recorded fingerprint, a repo that the index names, and a path that a run of this machine has recorded.
     """
     store, manifest = index.store, index.manifest
-    sources = dict(sources_of(given, store.model_ids)[1])
-    if unknown := sorted(set(sources) - set(store.model_ids)):
+    ids, sources = sources_of(given, store.model_ids)
+    if unknown := sorted(set(ids or ()) - set(store.model_ids)):
         raise ValueError(
             f"`checkpoints` names the model ids {unknown}; the index has {store.model_ids}. Expected some of those."
         )

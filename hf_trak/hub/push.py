@@ -253,8 +253,10 @@ def parse_source(given: str | HubCheckpoint | HubSource | None) -> HubSource | N
     Raises:
         ValueError: it does not name a repo and a revision.
     """
-    if not isinstance(given, str):
-        return given.source if isinstance(given, HubCheckpoint) else given
+    if given is None or isinstance(given, HubSource):
+        return given
+    if isinstance(given, HubCheckpoint):
+        return given.source
     return HubSource.parse(given if given.startswith("hf://") else f"hf://{given}", "a value of `checkpoints`")
 
 

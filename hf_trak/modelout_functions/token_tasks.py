@@ -10,8 +10,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import Batch, Collator, WrappingCollator
-from hf_trak.modelout_functions.batches import entry_of, find_logits, takes_positions, unwrapped, with_positions
-from hf_trak.modelout_functions.deferred_logits import DeferredLogits
+from hf_trak.modelout_functions.batches import find_logits, takes_positions, unwrapped, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.margins import sliced_margin
 from hf_trak.modelout_functions.tokens import (
@@ -145,18 +144,10 @@ class TokenModelOutput(AggregatedModelOutput):
         return token_logits(model_output, labels, self.head, self._prepended)
 
     def unit_margins(self, model_output: Any, batch: Batch) -> Tensor:
-        # q takes the values that f had, which are most of what both cost; they live as long as the logits
-        whole = entry_of(model_output, "logits")
-        for kept_batch, version, margins in getattr(whole, "_hf_trak_margins", ()):
-            if not torch.is_grad_enabled() and kept_batch is batch and version == whole._version:
-                return margins
         labels = self.labels(as_mapping(batch, SEQUENCE_NAMES))[0]
         logits = self.predictions(model_output, labels)
         first = labels.shape[1] - logits.shape[1]
-        margins = _with_zeros(sliced_margin(logits, labels[:, first:]), first)
-        if torch.is_grad_enabled() and isinstance(whole, Tensor) and not isinstance(whole, DeferredLogits):
-            whole._hf_trak_margins = [(batch, whole._version, margins.detach())]  # type: ignore[attr-defined]
-        return margins
+        return _with_zeros(sliced_margin(logits, labels[:, first:]), first)
 
     def sampled_log_likelihood(self, model_output: Any, batch: Batch, draws: Draws) -> Tensor:
         """Compute Σ_t √w_t log p(ŷ_t) for tokens ŷ_t drawn from the predictions at the labels, `(B,)`."""

@@ -66,21 +66,30 @@ class WholeFile:
             OSError: it cannot be read.
             SafetensorError: it is truncated, or not a safetensors file.
         """
-        checked = safe_open(path, framework="np")  # which maps no storage of torch
+        self._checked = checked = safe_open(path, framework="np")  # which maps no storage of torch
         self.metadata, self.keys, self.get_slice = checked.metadata, checked.keys, checked.get_slice
         with open(path, "rb", buffering=0) as file:
             data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
             if file.readinto(data.data) != len(data):
                 raise SafetensorError("it became shorter while it was read")
         begin = _LENGTH + int.from_bytes(data[:_LENGTH].tobytes(), "little")
-        header = json.loads(data[_LENGTH:begin].tobytes())
-        self._bytes = {name: data[begin:][slice(*header[name]["data_offsets"])] for name in self.keys()}
+        self._bytes = dict[str, np.ndarray]()
+        try:
+            header = json.loads(data[_LENGTH:begin].tobytes())
+            for name in self.keys():
+                entry, part = header[name], self.get_slice(name)
+                if (entry["dtype"], entry["shape"]) != (part.get_dtype(), part.get_shape()):
+                    raise ValueError(name)
+                self._bytes[name] = data[begin:][slice(*entry["data_offsets"])]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SafetensorError("it changed while it was read") from error
 
     def __enter__(self) -> "WholeFile":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing: no file is open."""
+        """Close the file, whose tensors stay in memory."""
+        self._checked.__exit__(None, None, None)
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a tensor, a view of the memory that the file was read into.

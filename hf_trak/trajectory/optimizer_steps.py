@@ -34,7 +34,7 @@ Number = float | Tensor
 """One number for all parameters, or one for each, `(P,)`."""
 
 SMOOTHING = 1.0
-"""κ. A tenth predicts random removals as well, and exaggerates the largest scores of runs without warmup."""
+"""κ. A tenth predicts the removal of 1 % at random as well, and exaggerates the largest scores without warmup."""
 
 _SLICE = 2**20
 """Parameters that are worked on at a time: factors are computed in float64, and need not all exist at once."""

@@ -1,5 +1,6 @@
 """Sessions of the viewer: their common part, with training rows, answers, facts and self-influence, and saved runs."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -250,7 +251,7 @@ class Session(ABC):
         for place, number, score in zip(places, answer.rows, answer.scores, strict=True):
             if place < len(numbers) and numbers[place] == number:
                 by_name[names[place]].append(float(score))
-        found = [GroupScore(name, len(scores), sum(scores)) for name, scores in by_name.items()]
+        found = [GroupScore(name, len(scores), math.fsum(scores)) for name, scores in by_name.items()]
         return sorted(found, key=lambda group: (-group.total, group.name))
 
 

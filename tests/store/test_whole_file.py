@@ -58,6 +58,18 @@ def test_a_file_cut_off_anywhere_is_refused(path):
                 whole.get_tensor(name)
 
 
+@pytest.mark.parametrize("other", ["a", "c"])
+def test_a_file_that_changes_meanwhile_is_refused(path, monkeypatch, other):
+    def opened(*given, **options):
+        found = safe_open(*given, **options)
+        save_file({other: torch.zeros(2)}, path)
+        return found
+
+    monkeypatch.setattr("hf_trak.store.shards.safe_open", opened)
+    with pytest.raises(SafetensorError, match="changed while it was read"):
+        WholeFile(path)
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(

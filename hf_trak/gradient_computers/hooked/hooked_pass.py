@@ -98,9 +98,9 @@ class HookedPass:
         self.postpones = False
         self.postponed: Exception | None = None
         self._blocks = blocks
-        name = "gradient_checkpointing"  # an attribute that is not there is expensive to ask a module for
-        having = (one for one in model.modules() if name in one.__dict__ or hasattr(type(one), name))
-        self.checkpointed = any(getattr(module, name) for module in having)
+        flag = "gradient_checkpointing"  # an attribute that is not there is expensive to ask a module for
+        having = (one for one in model.modules() if flag in one.__dict__ or hasattr(type(one), flag))
+        self.checkpointed = any(getattr(module, flag) for module in having)
         self._anchors: dict[torch.device, Tensor] = {}
         self._expanded: dict[tuple[int, BatchAxis, int], Tensor] = {}
         self._kept_alive: list[Tensor] = []  # an `id` stays that of one tensor as long as the tensor lives
