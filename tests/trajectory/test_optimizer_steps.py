@@ -197,6 +197,26 @@ def test_first_step_has_the_derivative_of_a_sign_unless_it_is_smoothed():
     torch.testing.assert_close(gamma[:3], -(1 - 1 / 2) / (2**0.5 * gradient[:3].abs()), rtol=1e-5, atol=0)
 
 
+def test_a_row_of_a_large_gradient_is_predicted_best_by_the_whole_variance():
+    # The truth is the first step of Adam itself, with a row and without it, for targets of any direction.
+    torch.manual_seed(0)
+    rows = torch.randn(30, 2000, dtype=torch.float64) + 0.05
+    rows[0] *= 5
+    parts, targets, zero = rows / len(rows), torch.randn(300, 2000, dtype=torch.float64), torch.zeros(2000).double()
+    gradient = parts.sum(0)
+    variance = parts.square().sum(0) - gradient.square() / len(rows)
+
+    def agreement(step: AdamStep) -> float:
+        reached, moments = step.forward(zero, Moments.start(zero), gradient, variance)
+        without = step.forward(zero, Moments.start(zero), gradient - parts[0], variance)[0]
+        predicted = step.backward(Cotangents.of(targets), moments, gradient, zero) @ parts[0]
+        return float(torch.corrcoef(torch.stack([predicted, targets @ (reached - without)]))[0, 1])
+
+    found = agreement(AdamStep(rate=1e-3))
+    assert found > 0.65
+    assert all(agreement(AdamStep(rate=1e-3, smoothing=other)) < found - 0.05 for other in (0.0, 0.1, 10.0))
+
+
 def test_targets_do_not_change_each_other():
     run = Run()
     step = AdamStep(rate=RATE, max_norm=0.2)
