@@ -327,7 +327,7 @@ def test_weights_are_compared_with_the_fingerprint(hub: Hub, client: Path, tmp_p
     for checkpoints in (published.models, {1: HubCheckpoint("tester/model", published.revisions[1], token=TOKEN)}):
         assert np.array_equal(full(load(checkpoints=checkpoints), name=f"given-{len(checkpoints)}"), expected)
     for checkpoints in ({7: published.models[0]}, [published.models[0]]):
-        with pytest.raises(ValueError, match=r"model ids \[0, 1\]|\[7\]"):
+        with pytest.raises(ValueError, match=r"model_ids \[0, 1\]|\[7\]"):
             load(checkpoints=checkpoints)
 
 
