@@ -86,7 +86,7 @@ def written_out(trainer, targets):
     beta1, beta2, b, c, total = 0.9, 0.95, torch.zeros_like(a), torch.zeros_like(a), torch.zeros_like(a)
     for t in range(steps, 0, -1):
         rate = args.learning_rate * 0.5 * (1 + np.cos(np.pi * (t - 1) / steps))
-        root = (mean.square() + noise + 0.1 * noise / t).sqrt()
+        root = (mean.square() + noise + noise / t).sqrt()
         scale, correction = root + 1e-8, 1 - beta2**t
         b = b - a * rate / ((1 - beta1**t) * scale)
         c = c + a * rate * mean / (2 * correction * root * scale**2)
