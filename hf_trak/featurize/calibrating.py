@@ -111,7 +111,8 @@ def possible(model: FeaturizedModel, method: AnyMethod) -> bool:
         return True
     if method.curvature == "hybrid" and model.args.projection == "factored":
         return False
-    if method.refine is not None and is_sharded(model.model):
+    draws = model.store.config.get("collation", {}).get("draws", 1)
+    if method.refine is not None and (is_sharded(model.model) or draws > 1):
         return False
     try:
         ExactScores(model, method).curvature_tasks()

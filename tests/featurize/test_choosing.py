@@ -4,9 +4,11 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
@@ -128,6 +130,26 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     assert Exact("ekfac") in taken([0])
     features.scored_by = object()  # type: ignore[assignment]
     assert taken([0]) == [Index()]
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_what_auto_takes_of_random_rows(tmp_path: Path, draws: int, monkeypatch) -> None:
+    """The best that there is has scores. A refinement multiplies by the curvature of one draw, and has none of two."""
+    monkeypatch.setattr(choosing, "MINUTE", 3600.0)
+    given = trainer(tmp_path)
+
+    def masked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = given.data_collator(rows)
+        hidden = torch.rand(batch["labels"].shape) < 0.3
+        hidden[:, -1] = False
+        return {**batch, "labels": batch["labels"].masked_fill(hidden, -100)}
+
+    settings = config(tmp_path, budget="best", num_draws=draws)
+    attributor = TrakAttributor(
+        given.model, settings, train_dataset=sentences(8, 0), task="causal_lm", data_collator=masked
+    ).featurize()
+    assert ("cg" in attributor.recommend(4).rows[2].method) == (draws == 1)
+    assert np.isfinite(scores_of(attributor, top_k=5)).all()
 
 
 @pytest.mark.slow
