@@ -98,9 +98,9 @@ def has_record(model: FeaturizedModel, name: str = "run") -> bool:
     record = RunRecord.open(directory)
     if record.layout != model.layout:
         return False
-    last = trained_weights(dict(model.model.named_parameters()), record.layout)
     try:
         RunReplay(model, Replay(of="run", name=name))
     except HfTrakError:
         return False
+    last = trained_weights(dict(model.model.named_parameters()), record.layout)
     return torch.equal(record.weights(record.states()[-1]), last)

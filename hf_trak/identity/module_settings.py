@@ -48,6 +48,7 @@ LIBRARY_VOLATILE = by_name({
     "where, not what, in PEFT": "ephemeral_gpu_offload",
     "weights are given": "initializer_range init_std",
     "PEFT leaves it on the model after `generate`; `forward` does not call it": "prepare_inputs_for_generation",
+    "`Trainer` leaves it on a model that FSDP2 divides; `forward` does not call it": "generate",
 })  # fmt: skip
 """Attributes that are left out of modules of libraries only."""
 

@@ -27,6 +27,7 @@ from hf_trak.store.sealed import Finding, content_digest, create_sealed, read_se
 from hf_trak.store.shards import TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.verification import judged
 from hf_trak.trajectory.hyperparameters import Hyperparameters
+from hf_trak.weights.sharded import whole
 
 RECORD_FILE = "record.json"
 
@@ -89,10 +90,13 @@ def layout_of(parameters: Sequence[tuple[str, Sequence[int]]]) -> ParameterLayou
 
 
 def trained_weights(parameters: dict[str, Tensor], layout: ParameterLayout) -> Tensor:
-    """Return the trained weights as one vector on the CPU, `(P,)`, in float32 or, if one has more bits, in float64."""
+    """Return the trained weights as one vector on the CPU, `(P,)`, in float32 or, if one has more bits, in float64.
+
+    All processes call this together where the weights are divided over them.
+    """
     values = [parameters[name].detach() for name in layout.names]
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    return torch.cat([value.reshape(-1).to("cpu", dtype) for value in values])
+    return torch.cat([whole(value).reshape(-1).to("cpu", dtype) for value in values])
 
 
 class RunRecord:

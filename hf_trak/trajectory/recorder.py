@@ -17,10 +17,12 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.runtime.sharding import is_sharded
+from hf_trak.runtime.sharding import tensor_parallel_ranks
+from hf_trak.runtime.zero import is_zero
 from hf_trak.trajectory.dropout import dropout_of, random_state
 from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
 from hf_trak.trajectory.record import MicroBatch, RecordedStep, RunRecord, trained_weights
+from hf_trak.weights.sharded import whole
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +69,9 @@ class RunRecorder:
         if state.global_step and not args.ignore_data_skip:
             updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
             self._skipped = state.global_step % updates * args.gradient_accumulation_steps
-        if self._main:
-            self._open(description, state.global_step)
+        weights = self._weights()
+        if weights is not None:
+            self._open(description, state.global_step, weights)
         self._steps.clear()
         self._passes.clear()
         self._batches.clear()
@@ -78,9 +81,8 @@ class RunRecorder:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
         _watch(_sampler(loader), self._begin_epoch)
 
-    def _open(self, description: dict[str, Any], step: int) -> None:
+    def _open(self, description: dict[str, Any], step: int, weights: Tensor) -> None:
         """Open the record, and find or write the state that the run begins with."""
-        weights = self._weights()
         if step == 0:
             if self.overwrite:
                 for path in [*self.directory.glob("state-*.safetensors"), self.directory / "record.json"]:
@@ -111,8 +113,14 @@ class RunRecorder:
                 "Give this run another `name`, or set `overwrite=True` to replace the record."
             )
 
-    def _weights(self) -> Tensor:
-        return trained_weights(dict(self._model.named_parameters()), self._layout)
+    def _weights(self) -> Tensor | None:
+        """Return the weights to the main process. All call this together, since FSDP2 divides them over all."""
+        own: dict[str, Tensor] = dict(self._model.named_parameters())
+        if self._main:
+            return trained_weights(own, self._layout)
+        for name in self._layout.names:
+            whole(own[name])
+        return None
 
     # -- what happens in a step --------------------------------------------------------------------------------------
 
@@ -151,7 +159,7 @@ class RunRecorder:
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
-        norms = torch.stack([one.detach().double().square().sum() for one in found])
+        norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])
         self._numbers = rates, norms.sum().sqrt()
 
     def step_done(self, step: int, last: bool) -> None:
@@ -178,13 +186,14 @@ class RunRecorder:
         if not self._steps:
             return
         parts = gather_object([self._steps]) if self._world > 1 else [self._steps]
-        if self._main:
+        weights = self._weights()
+        if weights is not None:
             assert self._record is not None
             joined = [
                 RecordedStep(tuple(batch for one in same for batch in one.batches), same[0].rates, same[0].norm)
                 for same in zip(*parts, strict=True)
             ]
-            self._record.write(step, self._weights(), joined)
+            self._record.write(step, weights, joined)
         self._steps.clear()
 
     def end(self, step: int) -> None:
@@ -245,10 +254,10 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
             "The model has batch normalization, which mixes the rows of a batch. Expected a loss that is a sum over "
             f"rows. {_LEAVE_OUT}"
         )
-    if is_sharded(model) or args.n_gpu > 1:
+    if tensor_parallel_ranks(model) or is_zero(model) or args.n_gpu > 1:
         raise HfTrakError(
-            "The parameters are divided over processes, or the batch over the devices of one. Expected one device for "
-            f"each process, with the whole model. {_LEAVE_OUT}"
+            "Tensor parallelism or ZeRO-3 divides the parameters over processes, or the batch is divided over devices "
+            f"of one. Expected one device for each process, with the whole model or its part of FSDP2. {_LEAVE_OUT}"
         )
     if args.fp16:
         raise HfTrakError(
@@ -296,7 +305,8 @@ def _loss_of(output: Any) -> Tensor | None:
     found = output.get("loss") if isinstance(output, Mapping) else None
     if found is None and isinstance(output, tuple) and output:
         found = output[0]
-    return found.detach() if isinstance(found, Tensor) and found.numel() == 1 else None
+    # a copy, since `Trainer` multiplies the loss in place by the number of processes
+    return found.detach().clone() if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def _number(value: Any) -> float:
