@@ -48,21 +48,25 @@ def tiny(dtype: torch.dtype = torch.float64, dropout: float = 0.0, attention: st
 class RowWeights:
     """The loss of `transformers` for language models in the model's own precision, with a weight for each row.
 
-    Their own computes logits in float32, too coarse for differences of retrainings.
+    Their own computes logits in float32, too coarse for differences of retrainings. Rows of a batch may also lie end to
+    end in one sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, documents: dict[int, list[list[int]]] | None = None) -> None:
+        """`documents`: labels of the documents of each row, which are the rows of `TRAIN` by default."""
         self.of: dict[int, float] = {}
-        self._rows = {tuple(row["labels"]): i for i, row in enumerate(TRAIN)}
+        documents = {i: [row["labels"]] for i, row in enumerate(TRAIN)} if documents is None else documents
+        self._rows = {tuple(one[1:]): row for row, labels in documents.items() for one in labels}
 
     def __call__(self, logits, labels, vocab_size=None, num_items_in_batch=None, **options):
+        logits, labels = (one.unflatten(1, (-1, LENGTH)).flatten(0, 1) for one in (logits, labels))
         losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
         count = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         return (losses.sum(1) * self.factors(labels)).sum() / count
 
     def factors(self, labels: torch.Tensor) -> torch.Tensor:
         """The weight of each row of a batch, `(B,)`."""
-        found = [self.of.get(self._rows.get(tuple(row), -1), 1.0) for row in labels.tolist()]
+        found = [self.of.get(self._rows.get(tuple(row[1:]), -1), 1.0) for row in labels.tolist()]
         return torch.tensor(found, dtype=torch.float64)
 
 

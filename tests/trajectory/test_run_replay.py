@@ -28,6 +28,7 @@ from replay_runs import (
     trainer,
 )
 from store_jobs import start_group
+from transformers import DataCollatorWithFlattening
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
@@ -74,6 +75,7 @@ CASES = {
     "cosine": (plain_model, {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}),
     "sgd": (plain_model, {"optim": "sgd", "learning_rate": 0.1, "warmup_steps": 0.1}),
     "lora": (lora, {"warmup_steps": 0.1}),
+    "padding-free": (plain_model, {"data_collator": DataCollatorWithFlattening(), "remove_unused_columns": False}),
 }
 
 
