@@ -48,8 +48,8 @@ def tiny(dtype: torch.dtype = torch.float64, dropout: float = 0.0, attention: st
 class RowWeights:
     """The loss of `transformers` for language models in the model's own precision, with a weight for each row.
 
-    Their own computes logits in float32, too coarse for differences of retrainings. Rows of a batch may also lie end to
-    end in one sequence.
+    Their own computes logits in float32, too coarse for differences of retrainings. Rows of a batch may also lie end
+    to end in one sequence.
     """
 
     def __init__(self, documents: dict[int, list[list[int]]] | None = None) -> None:
