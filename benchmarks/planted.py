@@ -56,7 +56,7 @@ LIBRARY = {
     "run, a quarter": Replay(of="run", hessian_share=0.25),
     "run": Replay(of="run"),
 }
-METHODS = ("bm25", "gradient cosine", *LIBRARY)
+METHODS = ("bm25", "embedding cosine", "gradient cosine", *LIBRARY)
 CONTROLS = ("random", "planted")
 
 
@@ -204,6 +204,18 @@ def words_scores(tune: FineTune) -> np.ndarray:
     return np.stack([found.get_scores(one) for one in tokens])
 
 
+def embedding_cosines(tune: FineTune) -> np.ndarray:
+    """Score rows by the cosine of their mean last state in the trained model and that of the target."""
+    model = tune.attributor.model.eval()
+
+    def states(rows: Dataset) -> torch.Tensor:
+        with torch.no_grad():
+            found = [model(input_ids=torch.tensor([ids]), output_hidden_states=True) for ids in rows["input_ids"]]
+        return torch.nn.functional.normalize(torch.stack([one.hidden_states[-1][0].mean(0) for one in found]), dim=1)
+
+    return (states(tune.targets) @ states(tune.train).T).numpy()
+
+
 def cosines(tune: FineTune) -> np.ndarray:
     """Score rows by the cosine of the gradient of their loss and that of the target's, by plain autograd."""
     attributor = tune.attributor
@@ -241,7 +253,9 @@ def scores_of(tune: FineTune, name: str) -> np.ndarray:
     if not path.exists():
         assert tune.targets is not None and tune.attributor is not None  # not counted
         begun = time.process_time()
-        own: dict[str, Callable[[FineTune], np.ndarray]] = {"bm25": words_scores, "gradient cosine": cosines}
+        own: dict[str, Callable[[FineTune], np.ndarray]] = {
+            "bm25": words_scores, "embedding cosine": embedding_cosines, "gradient cosine": cosines,
+        }  # fmt: skip
         found = own[name](tune) if name in own else library_scores(tune, name)
         path.parent.mkdir(exist_ok=True)
         keep(path.with_suffix(".json"), {"seconds": time.process_time() - begun})
