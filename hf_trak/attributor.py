@@ -593,18 +593,17 @@ class TrakAttributor:
         """
         features, chosen = self.features, checked_method(method)
 
-        def question() -> Question:
+        def question(replayed: bool) -> Question:
             ids = checkpoints
-            if isinstance(chosen, Replay) and ids is None:
+            if replayed and ids is None:
                 features.processes.broadcast_from_main(features.prepare_store)
                 ids = features.store.model_ids[-1:] or None
-            featurized = not isinstance(chosen, Exact | Replay)
+            featurized = not (replayed or isinstance(chosen, Exact))
             return features.question(eval_dataset, name, ids, group_by, featurized)
 
-        asked = question()
+        asked = question(isinstance(chosen, Replay))
         if method == "auto":
-            chosen = choose(features, asked, top_k, per_token)
-            asked = question() if isinstance(chosen, Replay) else asked
+            return choose(features, asked, lambda: question(True), top_k, per_token)
         return chosen, asked
 
     def _check_breakdown(

@@ -300,7 +300,8 @@ class TrakCallback(TrainerCallback):
 
                 path = Path(self.args.output_dir) / "training_report.html"
                 run = Replay(of="run", name=self.directory.name)
-                method: Method = run if has_record(attributor.features, run.name) else "auto"
+                named = run.name != Replay.name and has_record(attributor.features, run.name)
+                method: Method = run if named else "auto"
                 self.report = training_report(attributor.features, self.trainer.eval_dataset, path, method=method)
                 if state.is_world_process_zero:
                     say(logger, f"{self.report}\nThe page is {path}.")

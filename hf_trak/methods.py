@@ -153,15 +153,14 @@ class Replay:
             Curvature of the loss on the way back: `"gauss-newton"`, which is never negative, or `"hessian"`, which is
             whole, and wants more rows. By default the Hessian for a run with half of the rows or more, and else
             Gauss-Newton.
-        rows (`int`, *optional*, defaults to 8):
+        rows (`int`, *optional*, defaults to 32):
             Rows whose curvature each step of a recipe has, drawn at random.
         steps (`int`, *optional*, defaults to 1000):
             Steps of a recipe back at most. Those of a longer run are taken together, which is refused where it makes
             steps too large for the curvature.
         hessian_share (`float`, *optional*):
-            Part of the rows of a run whose curvature is used: less work, and more noise. By default what twelve
-            trainings pay, all rows for five targets and half of them for ten. For more, two draws of a tenth are
-            compared, and the share that agrees with all rows to .97 is taken, within the same work.
+            Part of the rows of a run whose curvature is used: less work, and more noise. By default all rows for five
+            targets, and half of them from ten on, which takes as long as `2 + m` trainings for m targets.
         smoothing (`float`, *optional*, defaults to 1.0):
             κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
             derivative, which fails without warmup.
@@ -178,7 +177,7 @@ class Replay:
 
     of: Literal["recipe", "run"] = "recipe"
     form: Literal["gauss-newton", "hessian"] | None = None
-    rows: int = 8
+    rows: int = 32
     steps: int = 1000
     hessian_share: float | None = None
     smoothing: float = 1.0

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Subset
 
 from hf_trak.data.rows import row_count
+from hf_trak.errors import HfTrakError
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import LEAST_TARGETS, Calibration, choose, named
 from hf_trak.featurize.definition import drawn_rows
@@ -19,6 +20,7 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price
 from hf_trak.featurize.question import Question
+from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.methods import AnyMethod, Exact, Index, Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.runtime.checks import checked_int
@@ -72,14 +74,26 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
         "Calibrating with %d targets: %s row passes%s to replay them, and at most as many for other methods.",
         asked.m, f"{allowed:,}", time,
     )  # fmt: skip
+    if planned(model, last, by).warnings:
+        raise HfTrakError(
+            f"The replay of {last.title} has signs that its scores are wrong, which a warning names. Expected none, for "
+            "a replay that judges other methods. Record a run that is not as hot, or compare methods by retraining."
+        )
     replayed = _table(model, last, by, own)
     tables = {method: _table(model, asked, method, own) for method in methods}
     passes = {method: price(model, method, asked.m, asked.ids).passes for method in methods}
 
     def keep() -> dict[str, Any]:
-        found = choose(tables, passes, replayed, by).to_json()
-        write_sealed(model.store.output_dir / CALIBRATION_FILE, {"identity": identity(model, asked.ids, by), **found})
-        return found
+        found = choose(tables, passes, replayed, by)
+        if not found.chosen.agrees:
+            raise HfTrakError(
+                f"No method agrees with the replay: the best is {str(found.chosen).strip()}. Expected a mean "
+                "correlation of more than twice its error. Take more `targets`, or compare methods by retraining."
+            )
+        write_sealed(
+            model.store.output_dir / CALIBRATION_FILE, {"identity": identity(model, asked.ids, by), **found.to_json()}
+        )
+        return found.to_json()
 
     return Calibration.from_json(model.processes.broadcast_from_main(keep))
 
@@ -106,7 +120,17 @@ def _affordable(model: FeaturizedModel, question: Question, allowed: int) -> lis
 
 
 def possible(model: FeaturizedModel, method: AnyMethod) -> bool:
-    """Tell whether a model and its task have exact scores by a method, as far as that is known beforehand."""
+    """Tell whether a model and its task have scores by a method, as far as that is known beforehand.
+
+    A recipe takes a trainer that has trained in this process: of others nobody knows whether they made the weights.
+    """
+    if isinstance(method, Replay):
+        if model.trainer is None or not model.trainer.state.global_step:
+            return False
+        try:
+            return ReplayScores(model, method).run.steps <= method.steps
+        except (HfTrakError, TypeError, ValueError):
+            return False
     if not isinstance(method, Exact):
         return True
     if method.curvature == "hybrid" and model.args.projection == "factored":

@@ -58,6 +58,11 @@ class Judged:
     rows: tuple[float, ...]
     passes: int
 
+    @property
+    def agrees(self) -> bool:
+        """Tell whether the mean correlation is above zero by more than twice its error."""
+        return float(np.mean(self.sums)) > 2 * _error(np.array(self.sums))
+
     def __str__(self) -> str:
         cost = f"{self.passes:,} row passes" if self.passes else "as cheap as the index"
         return (

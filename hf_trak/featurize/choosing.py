@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_trak.config import BudgetName
 from hf_trak.data.rows import row_count
+from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -40,6 +41,9 @@ GAIN = 0.02
 
 _told = WeakKeyDictionary[FeaturizedModel, AnyMethod]()
 """What was chosen for a model the last time, which its user knows, and what would be better."""
+
+_doubted = WeakKeyDictionary[FeaturizedModel, list[AnyMethod]]()
+"""Replays of a model whose scores were doubtful."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +117,56 @@ class Options:
         return f"{text} Better: {best.text(self.rate, self.featurizing)}."
 
 
-def choose(model: FeaturizedModel, question: Question, top_k: int | None, per_token: bool = False) -> AnyMethod:
+def choose(
+    model: FeaturizedModel,
+    question: Question,
+    of_replay: Callable[[], Question],
+    top_k: int | None,
+    per_token: bool = False,
+) -> tuple[AnyMethod, Question]:
     """Choose the method of `"auto"`, and say so. All processes call this together.
+
+    A replay is computed here, and left alone if there are signs that its scores are wrong.
 
     Args:
         model: the featurized model.
         question: the targets.
+        of_replay: asks a replay about them.
         top_k: rows to return for each target, where no other scores are needed.
         per_token: whether scores are broken down into parts that add up, which those of refined targets do not, since
             conjugate gradients end at a tolerance.
 
+    Returns:
+        The method, and the question to ask by it.
+
     Raises:
         StoreError: a calibration or a record is damaged.
+        All that a replay raises.
     """
     budget = model.args.budget
     calibration = read_calibration(model, question.ids)
     if budget == "fast" and model in _told:
-        return Index() if calibration is None else calibration.index
+        return (Index() if calibration is None else calibration.index), question
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
     if per_token:
         found = replace(found, options=tuple(one for one in found.options if not _is_refined(one.method)))
-    chosen = found.within(budget)
-    if model.processes.is_main_process:
-        if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
-            logger.warning("%s", found.line(chosen, budget))
-        elif _told.get(model) != chosen.method:
-            say(logger, found.line(chosen, budget))
-    _told[model] = chosen.method
-    return chosen.method
+    doubted = _doubted.setdefault(model, [])
+    while True:
+        found = replace(found, options=tuple(one for one in found.options if one.method not in doubted))
+        chosen = found.within(budget)
+        if model.processes.is_main_process:
+            if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
+                logger.warning("%s", found.line(chosen, budget))
+            elif _told.get(model) != chosen.method:
+                say(logger, found.line(chosen, budget))
+        _told[model] = chosen.method
+        if not isinstance(chosen.method, Replay):
+            return chosen.method, question
+        asked = of_replay()
+        if not planned(model, asked, chosen.method).warnings:
+            return chosen.method, asked
+        doubted.append(chosen.method)
+        model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone, for the reasons above.")
 
 
 def _is_refined(method: AnyMethod) -> bool:
@@ -194,10 +220,10 @@ def options(
 def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:
     """Return the methods with whole gradients that are better than the index on models like this one.
 
-    There are none where the configuration has another curvature than theirs, a fitted one has other settings, or it
-    has to be fitted first, and memory or disk are too small for it.
+    Beside the recipe there are none where the configuration has another curvature than theirs, a fitted one has other
+    settings, or it has to be fitted first, and memory or disk are too small for it.
     """
-    methods: list[Exact | Rerank] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
+    methods: list[AnyMethod] = [Replay(), Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
     if top_k is not None and "draws" not in model.store.config.get("collation", {}):
         methods.append(Rerank(max(Rerank.rows, top_k), "ekfac"))
     index = _of_bank(model, Index())[1]
@@ -210,8 +236,9 @@ def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int])
         there = fitted(model, Exact("ekfac"), checkpoints)
         return there is not None and (there or not shortages(model))
 
-    open_to_all = bool(better) and model.processes.broadcast_from_main(at_hand)
-    return better if open_to_all else []
+    recipes = [one for one in better if isinstance(one[0], Replay)]
+    open_to_all = len(better) > len(recipes) and model.processes.broadcast_from_main(at_hand)
+    return better if open_to_all else recipes
 
 
 def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:
@@ -237,7 +264,7 @@ def kind_of(model: FeaturizedModel) -> str:
 
 def of_banks(method: AnyMethod, kind: str) -> list[float]:
     """Return the linear datamodeling scores of a method on the banks of one kind. Reranking has those of EK-FAC."""
-    name = "index"
+    name = "replayed recipe" if isinstance(method, Replay) else "index"
     if isinstance(method, Exact | Rerank):
         name = "exact, hybrid" if method.curvature == "hybrid" else "exact, EK-FAC"
         name = name if method.refine is None else "exact, refined"

@@ -22,7 +22,7 @@ from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
-from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice
+from hf_trak.trajectory.share import default_share
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES
 
@@ -405,10 +405,6 @@ def _replay_stages(total: int, method: Replay, checkpoints: int, n: int, m: int,
     }
 
 
-_NOISE = 1e9
-"""Noise of a share that wants all rows, which the budget of a replay then bounds."""
-
-
 def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int, m: int) -> Cost:
     """Work out the cost of a run that is followed back for m targets."""
     if run is None:
@@ -417,14 +413,9 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
             "which finds its record. Use `TrakAttributor.from_trainer(trainer).estimate(...)`."
         )
     together = max(1, min(m, int(args.curvature.memory * 2**30) // (4 * COPIES * run.parameters)))
-    share, probed = method.hessian_share, 0.0
-    if share is None and (whole := ShareChoice.unmeasured(m, "hessian")) is not None:
-        share = whole.share
-    elif share is None:  # the largest that may come out of the two draws that are compared first
-        share = ShareChoice.measured(_NOISE, m, "gauss-newton").share
-        probed = run.passes(2 * min(PROBED, together), PROBE_SHARE)
+    share = default_share(m) if method.hessian_share is None else method.hessian_share
     sweeps, alone = math.ceil(m / together), run.passes(0, share)
-    passes = probed + alone * sweeps + run.passes(m, share) - alone
+    passes = alone * sweeps + run.passes(m, share) - alone
     results = 8 * m * (n + 2 * run.steps) + 24 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before

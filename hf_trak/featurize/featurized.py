@@ -156,6 +156,7 @@ class FeaturizedModel:
             self.task = get_task(infer_task(model) if task is None else task)
         self.task.use_seed(self.args.seed)
         self.row_draws = RowDraws(self.args.seed, self.args.num_draws)
+        self._warned: set[str] = set()
         self.batch_done: Callable[[int], None] = lambda rows: None
         """Called with the number of rows after every batch of features."""
         self.num_workers = getattr(dataloader, "num_workers", 0) if num_workers is None else num_workers
@@ -290,6 +291,12 @@ class FeaturizedModel:
                 f"The training rows of the index are not at hand. Expected them for {purpose}. Pass `train_dataset=` "
                 "to `from_pretrained`."
             )
+
+    def warn_once(self, text: str) -> None:
+        """Warn of something, the first time that it is seen."""
+        if self.processes.is_main_process and text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def require_one_draw(self, dataset: Any, reason: str) -> None:
         """Refuse several draws of random rows for what is no mean over draws.

@@ -9,9 +9,8 @@
 A file of targets is walked back by one process, whatever their number, so that results have the same bits.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -36,13 +35,12 @@ from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.groups import RowGroups
+from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.trajectory.hyperparameters import Hyperparameters, hyperparameters
 from hf_trak.trajectory.recipe import GradientMoments, rows_of_products, spans, walked_back
-
-logger = logging.getLogger(__name__)
 
 REPLAY_VERSION = 1
 """Raised whenever the same inputs give other replayed targets. It is part of their identity."""
@@ -115,6 +113,7 @@ class ReplayScores(ExactScores):
         model.require_rows("`method='replay'`, which needs their gradients")
         model.require_one_draw(model.train_dataset, "Moments of gradients are those of one draw.")
         self.method = method
+        self.warnings: tuple[str, ...] = ()
         self.run = trained_with(model)
         if self.run.kind == "sgd" and isinstance(model.task, TrainerLossModelOutput):
             raise HfTrakError(
@@ -127,6 +126,10 @@ class ReplayScores(ExactScores):
     def damping(self) -> float:
         """Return 0: the schedule of learning rates is all the damping that there is."""
         return 0.0
+
+    def plan(self, question: Question, everywhere: bool = True) -> PlannedScores:
+        """Plan the scores of all training rows, as for exact scores, with what speaks against them."""
+        return replace(super().plan(question, everywhere), warnings=self.warnings)
 
     def _tag(self, curvature: Curvature) -> str:
         replayed = {"version": REPLAY_VERSION, "run": self.run.describe(), "seed": self.args.seed}
@@ -145,6 +148,7 @@ class ReplayScores(ExactScores):
         )  # fmt: skip
         missing = processes.broadcast_from_main(found.unwritten)
         if not missing:
+            self._look_at_growth(found, question)
             return found
         self._fill_gradients(gradients, question, at.model_id)
         moments, factor = self._moments(at)
@@ -153,13 +157,28 @@ class ReplayScores(ExactScores):
             for index in (missing[i] for i in processes.share(len(missing))):
                 rows = found.plan.rows(index)
                 asked = _gradients_of(gradients, groups, rows).to(self.model.device)
-                walked = self._walked_back(
+                walked, growth = self._walked_back(
                     asked, moments, factor, at.model_id, f"{what}, replaying {len(rows)} targets"
                 )
                 kept = form.compressed(walked) if isinstance(form, LowRankForm) else walked
-                found.write(index, kept.cpu(), torch.ones(len(rows)))
+                found.write(index, kept.cpu(), growth.float().cpu())
         processes.broadcast_from_main(lambda: _remove(gradients))
+        self._look_at_growth(found, question)
         return found
+
+    def _look_at_growth(self, found: ShardSet, question: Question) -> None:
+        """Warn where derivatives grew on the way back. Beside V of each target is by how much its own did, `(m,)`."""
+        growth = torch.cat([shard.out_to_loss for shard in found])
+        hot = int((growth > LARGEST_GROWTH).sum())
+        if hot:
+            text = (
+                f"Derivatives of {hot} of {len(growth)} targets grew more than {LARGEST_GROWTH:g} times on the way "
+                f"back, {float(growth.max()):.3g} times at most: the run was too hot to be followed by these "
+                f"products. Take more rows (`Replay(rows=...)`, now {self.method.rows}), or score with "
+                "`method='exact'`."
+            )
+            self.warnings = (text,)
+            self.model.warn_once(f"{question.title}: {text}")
 
     def _products(self, at: Fitted, targets: ShardSet, columns: range, groups: RowGroups | None) -> GradientMap:
         return super()._products(at, targets, columns, None)  # targets are means of groups already
@@ -218,8 +237,8 @@ class ReplayScores(ExactScores):
 
     def _walked_back(
         self, gradients: Tensor, moments: GradientMoments, factor: float, model_id: int, what: str
-    ) -> Tensor:
-        """Compute V of some targets from their gradients `(m, P)`."""
+    ) -> tuple[Tensor, Tensor]:
+        """Compute V of some targets from their gradients `(m, P)`, and by how much their derivatives grew, `(m,)`."""
         model, method = self.model, self.method
         n, steps = model.train_size, len(spans(self.run.steps, method.steps))
         parameters = dict(model.model.named_parameters())
@@ -243,14 +262,7 @@ class ReplayScores(ExactScores):
                 f"({what}), which stand for {self.run.steps}: they are too large for the curvature of the loss. "
                 "Expected smaller ones. Raise `steps` of `Replay(...)`."
             )
-        if float(growth.max()) > LARGEST_GROWTH:
-            logger.warning(
-                "Derivatives of %d of %d targets grew more than %g times on the way back, %.3g times at most: the run "
-                "was too hot to be followed by these products. Take more rows (`Replay(rows=...)`) and steps, "
-                "`form='gauss-newton'`, or score with `method='exact'`.",
-                int((growth > LARGEST_GROWTH).sum()), len(growth), LARGEST_GROWTH, float(growth.max()),
-            )  # fmt: skip
-        return found * (-factor / n)
+        return found * (-factor / n), growth
 
     def _curvature(
         self, featurizer: Featurizer, drawn: Sequence[Sequence[int]], model_id: int, progress: RowProgress

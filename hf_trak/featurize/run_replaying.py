@@ -22,7 +22,6 @@ from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
-from hf_trak.runtime.processes import share_of
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
@@ -33,7 +32,7 @@ from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
-from hf_trak.trajectory.share import PROBE_SHARE, PROBED, ShareChoice, noise
+from hf_trak.trajectory.share import BUDGET, default_share, trainings
 from hf_trak.trajectory.states import RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
@@ -151,9 +150,8 @@ class RunReplay:
             one = self._targets_of(place / "every-second", range(1), {"replay": digest, "states": "every second"})
             coarse = self._swept(question, [[(range(1), one)]], method, path.thinned())[0].scores
         warnings = tuple(warnings_of(found, path, method, coarse))
-        if self.model.processes.is_main_process:
-            for text in warnings:
-                logger.warning("%s", text)
+        for text in warnings:
+            self.model.warn_once(f"{question.title}: {text}")
         return PlannedScores(self._identity(question, method), self._blocks(question, found.scores), warnings)
 
     def facts(self, question: Question) -> dict[str, str]:
@@ -207,35 +205,32 @@ class RunReplay:
                 "weights alone. Leave `checkpoints` out."
             )
         self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
-        method, m = self.method, question.m
-        if method.hessian_share is not None:
-            return method
-        whole, part = replace(method, hessian_share=1.0), replace(method, hessian_share=PROBE_SHARE)
-        choice = ShareChoice.unmeasured(m, whole.products)
-        if choice is None:
-            place, digest = self._place(question, self._identity(question, part))
-            count = min(PROBED, self._together, m)
-            probed = [share_of(m, index, count).start for index in range(count)]
-            draws = [
-                (probed, self._targets_of(place / f"draw-{draw}", probed, {"replay": digest, "draw": draw}, draw))
-                for draw in (0, 1)
-            ]
-            first, second = (one.scores for one in self._swept(question, [draws], part, self.path))
-            choice = ShareChoice.measured(noise(first, second), m, part.products)
-        if self.model.processes.is_main_process:
-            logger.log(logging.WARNING if choice.share < choice.wanted - 1e-3 else logging.INFO, "%s", choice)
-        return replace(method, hessian_share=choice.share)
+        if self.method.hessian_share is not None:
+            return self.method
+        share = default_share(question.m)
+        chosen = replace(self.method, hessian_share=share)
+        work = trainings(question.m, share, chosen.products)
+        text = (
+            f"{question.title}: the replay of {question.m} targets uses the curvature of "
+            f"{'all rows' if share == 1 else f'{share:.0%} of the rows'}, and takes as long as {work:.3g} trainings. "
+            "A smaller `hessian_share` of `Replay` is less work and more noise."
+        )
+        if work > BUDGET + 0.1:
+            self.model.warn_once(text)
+        elif self.model.processes.is_main_process:
+            logger.info("%s", text)
+        return chosen
 
     def _place(self, question: Question, identity: dict[str, Any]) -> tuple[Path, str]:
         """Return the directory of a replay, and the digest in its name."""
         digest = content_digest(identity)[:12]
         return self.model.store.experiment_dir(question.name) / f"replay-{digest}", digest
 
-    def _targets_of(self, place: Path, numbers: Sequence[int], identity: Identity, draw: int = 0) -> SweptTargets:
+    def _targets_of(self, place: Path, numbers: Sequence[int], identity: Identity) -> SweptTargets:
         """Plan a group of targets."""
         n = self.model.train_size
         whole: Identity = {**identity, "first": numbers[0]}
-        return SweptTargets(place, whole, n, len(self.path.steps), len(numbers), draw)
+        return SweptTargets(place, whole, n, len(self.path.steps), len(numbers))
 
     def _swept(self, question: Question, planned: Planned, method: Replay, path: RunPath) -> list[SweepResult]:
         """Sweep the groups of targets that are missing, and return what all have found."""

@@ -308,6 +308,10 @@ def effects_of_training(
         say(logger, f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {spent}.")
     begun = time.monotonic()
     plan = planned(features, question, chosen)
+    if method == "auto" and plan.warnings:  # of a replay
+        chosen, doubts = Exact("ekfac"), " ".join(plan.warnings)
+        text = f"The recorded run is left alone, since its scores are doubtful, and EK-FAC is taken. {doubts}"
+        plan = replace(planned(features, question, chosen), warnings=(text,))
     scores = torch.cat([block[:, 0].double() for _, _, block in plan.blocks]).numpy()
     seconds, settings = time.monotonic() - begun, dict[str, float]()
     if isinstance(chosen, Replay) and chosen.of == "run":

@@ -299,19 +299,19 @@ class BackwardSweep:
             for part in held or self.passes.rows(recorded.batches):
                 for group, gamma in zip(groups, gammas, strict=True):
                     group.scores.index_add_(0, torch.tensor(part.rows), inner_products(part.gradients, gamma).cpu())
-            curved = [self._curved(index, gamma, group.draw) for gamma, group in zip(gammas, groups, strict=True)]
+            curved = [self._curved(index, gamma) for gamma in gammas]
         for group, products in zip(groups, curved, strict=True):
             if self.processes.num_processes > 1:  # each row comes from one of them, the others add zeros
                 products = self.processes.add(products.cpu()).to(products.device)
             group.cotangents.weights.add_(products)
 
-    def _curved(self, index: int, gamma: Tensor, draw: int) -> Tensor:
+    def _curved(self, index: int, gamma: Tensor) -> Tensor:
         """Multiply those directions of targets by the curvature of a step that fall to this process: `(m, P)`.
 
         The products of other processes are zero.
         """
         batches, processes = self.path.steps[index].batches, self.processes
-        chosen, weight = self._draws.rows([len(one.rows) for one in batches], index, draw)
+        chosen, weight = self._draws.rows([len(one.rows) for one in batches], index)
         found, lows = torch.zeros_like(gamma), range(0, len(gamma), TOGETHER)
         pieces = [slice(low, low + TOGETHER) for low in lows[processes.process_index :: processes.num_processes]]
         if pieces:

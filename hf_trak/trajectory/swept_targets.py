@@ -44,7 +44,6 @@ class SweptTargets:
     Attributes:
         directory (`Path`): where files are kept.
         identity (`dict`): everything that the result depends on.
-        draw (`int`): which of the draws of rows for the curvature is used, see `share.RowDraws`.
         behind (`int`): the steps from this one on are behind.
         cotangents ([`Cotangents`]): the derivatives of the targets before that step.
         scores (`torch.Tensor`): the scores so far, `(n, m)`.
@@ -57,9 +56,7 @@ class SweptTargets:
     growth: Tensor
     settings: Tensor
 
-    def __init__(
-        self, directory: Path, identity: Identity, train_rows: int, steps: int, targets: int, draw: int = 0
-    ) -> None:
+    def __init__(self, directory: Path, identity: Identity, train_rows: int, steps: int, targets: int) -> None:
         """
         Args:
             directory: where files are kept.
@@ -67,9 +64,8 @@ class SweptTargets:
             train_rows: n.
             steps: T.
             targets: m.
-            draw: which of the draws of rows is used.
         """
-        self.directory, self.identity, self.draw = directory, identity, draw
+        self.directory, self.identity = directory, identity
         self.n, self.count, self.m, self.behind = train_rows, steps, targets, steps
         self._start = 1.0
 

@@ -11,16 +11,7 @@ from replay_runs import recorded, replayed
 
 from hf_trak.methods import Replay
 from hf_trak.trajectory.guards import GROWTH, warnings_of
-from hf_trak.trajectory.share import (
-    AGREEMENT,
-    BUDGET,
-    PROBE_SHARE,
-    RowDraws,
-    ShareChoice,
-    agreement,
-    noise,
-    trainings,
-)
+from hf_trak.trajectory.share import BUDGET, RowDraws, default_share, trainings
 from hf_trak.trajectory.swept_targets import SweepResult
 
 RUN = Replay(of="run", hessian_share=1.0)
@@ -30,13 +21,12 @@ def scores_of(scored: Any) -> torch.Tensor:
     return torch.tensor(scored["trak_scores"], dtype=torch.float64)
 
 
-def test_rows_are_drawn_evenly_and_without_those_of_the_other_draw() -> None:
+def test_rows_are_drawn_evenly() -> None:
     draws = RowDraws.of([12] * 400, torch.ones(400), 0.25, 7)
     counts = torch.zeros(12)
     for step in range(400):
-        (places, factor), (others, _) = (draws.rows([4, 4, 4], step, draw) for draw in (0, 1))
-        assert factor == 4 and sum(map(len, places)) == sum(map(len, others)) == 3
-        assert all(not {*chosen} & {*other} for chosen, other in zip(places, others, strict=True))
+        places, factor = draws.rows([4, 4, 4], step)
+        assert factor == 4 and sum(map(len, places)) == 3
         for batch, chosen in enumerate(places):
             counts[[4 * batch + place for place in chosen]] += 1
     assert counts.sum() == 1200
@@ -56,38 +46,9 @@ def test_steps_get_rows_in_proportion_to_their_rates(share: float) -> None:
     assert RowDraws.of([3, 5], torch.zeros(2), 1.0, 0).counts == [3, 5]
 
 
-def test_agreement_is_predicted_from_two_draws() -> None:
-    """Draw a share of the rows that scores are sums over: the truth is their correlation with those of all."""
-    generator = torch.Generator().manual_seed(0)
-    n, rows, targets = 2000, 200, 4
-    signal = torch.randn(n, targets, 1, generator=generator, dtype=torch.float64)
-    parts = signal / rows + 0.03 * torch.randn(n, targets, rows, generator=generator, dtype=torch.float64)
-
-    def drawn(share: float, first: int = 0) -> torch.Tensor:
-        count = int(share * rows)
-        return parts[:, :, first : first + count].sum(2) / share
-
-    found = noise(drawn(PROBE_SHARE), drawn(PROBE_SHARE, first=rows // 2))
-    for share in (0.1, 0.2, 0.5):
-        pairs = torch.stack([drawn(share).T, drawn(1.0).T], 1)
-        measured = torch.stack([torch.corrcoef(pair)[0, 1] for pair in pairs]).mean()
-        assert agreement(found, share) == pytest.approx(float(measured), abs=0.02)
-    assert noise(drawn(1.0), drawn(1.0)) == pytest.approx(0, abs=1e-9)
-    assert agreement(found, 0.1) < 0.95
-
-
-def test_shares_are_as_large_as_needed_and_affordable() -> None:
-    assert ShareChoice.unmeasured(1, "hessian") == ShareChoice(1.0, 1.0, 4.0)
-    assert ShareChoice.unmeasured(10, "hessian") == ShareChoice(0.5, 0.5, 12.0)
-    assert ShareChoice.unmeasured(11, "hessian") is None is ShareChoice.unmeasured(40, "hessian")
-    quiet, loud = (ShareChoice.measured(v, 10, "gauss-newton") for v in (0.01, 0.05))
-    assert quiet.agreement == pytest.approx(AGREEMENT, abs=1e-3) == loud.agreement
-    assert quiet.share < loud.share < 1
-    many = ShareChoice.measured(0.05, 100, "gauss-newton")
-    assert many.work == pytest.approx(BUDGET, rel=0.01) == trainings(100, many.share, "gauss-newton")
-    assert many.agreement is not None and many.agreement < AGREEMENT
-    assert f"Set `hessian_share={many.wanted:.2f}`" in str(many)
-    assert "Set" not in str(quiet)
+def test_shares_are_what_twelve_trainings_pay_and_half_at_least() -> None:
+    assert [default_share(m) for m in (1, 5, 8, 10, 1000)] == [1.0, 1.0, 0.625, 0.5, 0.5]
+    assert trainings(8, 0.625, "hessian") == BUDGET == trainings(5, 1.0, "hessian")
 
 
 @pytest.mark.slow
@@ -97,24 +58,22 @@ def test_the_share_is_chosen_unless_given(
     caplog.set_level(logging.INFO)
     run = recorded(tmp_path)
     few = scores_of(replayed(run, tmp_path, Replay(of="run")))
-    assert "The replay uses the curvature of all rows: 8 trainings, at most 12." in caplog.text
+    assert "uses the curvature of all rows, and takes as long as 8 trainings." in caplog.text
     assert torch.equal(few, scores_of(replayed(run, tmp_path, RUN)))
-    caplog.clear()
-    monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 6.5)
-    half = scores_of(replayed(run, tmp_path, Replay(of="run")))
-    assert "The replay uses the curvature of 75% of the rows: 6.5 trainings, at most 6.5." in caplog.text
-    assert torch.equal(half, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.75, form="hessian"))))
+
+    def warned() -> list[str]:
+        found = [one for one in caplog.records if one.levelno > logging.INFO]
+        return [one.getMessage() for one in found if one.name == "hf_trak.featurize.featurized"]
+
+    assert not warned()
     caplog.clear()
     monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 3.2)
-    draws: list[torch.Tensor] = []
-    monkeypatch.setattr("hf_trak.featurize.run_replaying.noise", lambda *given: draws.extend(given) or 1.0)
-    chosen = scores_of(replayed(run, tmp_path, Replay(of="run")))
-    assert [one.shape for one in draws] == [few.T.shape] * 2
-    assert not torch.allclose(*draws)
-    assert "The replay uses the curvature of 30% of the rows" in caplog.text
-    assert "for 3.2 trainings. Expected 0.97, within 3.2 trainings. Set `hessian_share=" in caplog.text
-    assert torch.equal(chosen, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.3))))
-    assert not torch.allclose(chosen, few)
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.BUDGET", 3.2)
+    half = scores_of(replayed(run, tmp_path, Replay(of="run")))
+    (said,) = warned()
+    assert "uses the curvature of 50% of the rows, and takes as long as 5 trainings." in said
+    assert torch.equal(half, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5, form="hessian"))))
+    assert not torch.allclose(half, few)
 
 
 def found_of(**changes: Any) -> tuple[SweepResult, Any]:

@@ -22,6 +22,7 @@ from hf_trak.scores.ridge import RidgeSystem, ridge_lambda
 from quality_bench.job import BATCH, Cost, Job, Method, Scores
 from quality_bench.methods.coded import by_bytes
 from quality_bench.methods.curved import exact
+from quality_bench.methods.replayed import METHODS as REPLAYS
 
 LAMBDAS = (0.03, 0.1, 1.0, 3.0, 10.0)
 """Relative λ beside the default."""
@@ -199,4 +200,5 @@ METHODS: dict[str, Method] = {
     "TRAK, codes": by_bytes(attributor, last),
     "hybrid": exact(attributor, last, "hybrid"),
     "hybrid, 3 of one run": exact(attributor, of_one_run, "hybrid"),
+    **REPLAYS,
 }
