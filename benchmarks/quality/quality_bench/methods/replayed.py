@@ -48,5 +48,5 @@ _RUN, _RECIPE = Replay(of="run"), Replay()
 
 METHODS: dict[str, Method] = {
     "replayed run": replayed(_RUN, {"all rows in the curvature": replace(_RUN, hessian_share=1.0)}),
-    "replayed recipe": replayed(_RECIPE, {"30 rows a step": replace(_RECIPE, rows=30)}),
+    "replayed recipe": replayed(_RECIPE, {"8 rows a step": replace(_RECIPE, rows=8)}),
 }
