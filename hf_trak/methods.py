@@ -158,9 +158,9 @@ class Replay:
         steps (`int`, *optional*, defaults to 1000):
             Steps of a recipe back at most. Those of a longer run are taken together, which is refused where it makes
             steps too large for the curvature.
-        hessian_share (`float`, *optional*):
-            Part of the rows of a run whose curvature is used: less work, and more noise. By default all rows for five
-            targets, and half of them from ten on, which takes as long as `2 + m` trainings for m targets.
+        hessian_share (`float`, *optional*, defaults to 1.0):
+            Part of the rows of a run whose curvature is used: less work, and more noise. The work for m targets is
+            that of `2 + 2 * m * hessian_share` trainings.
         smoothing (`float`, *optional*, defaults to 1.0):
             κ, the part of the variance of a batch's gradient in the scale of the steps of a run. 0 is the plain
             derivative, which fails without warmup.
@@ -179,7 +179,7 @@ class Replay:
     form: Literal["gauss-newton", "hessian"] | None = None
     rows: int = 32
     steps: int = 1000
-    hessian_share: float | None = None
+    hessian_share: float = 1.0
     smoothing: float = 1.0
     name: str = "run"
     start: str | None = None
@@ -190,7 +190,7 @@ class Replay:
                 raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
         for name in ("rows", "steps"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
-        if self.hessian_share is not None and not 0 < self.hessian_share <= 1:
+        if not 0 < self.hessian_share <= 1:
             raise ValueError(f"`hessian_share` is {self.hessian_share!r}. Expected a part of the rows in (0, 1].")
         if not 0 <= self.smoothing < float("inf"):
             raise ValueError(f"`smoothing` is {self.smoothing!r}. Expected a finite number of at least 0.")
@@ -200,7 +200,7 @@ class Replay:
         """Return the curvature that is used."""
         if self.form is not None:
             return self.form
-        return "hessian" if self.of == "run" and (self.hessian_share or 0.0) >= HESSIAN_SHARE else "gauss-newton"
+        return "hessian" if self.of == "run" and self.hessian_share >= HESSIAN_SHARE else "gauss-newton"
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
     )  # fmt: skip
     if planned(model, last, by).warnings:
         raise HfTrakError(
-            f"The replay of {last.title} has signs that its scores are wrong, which a warning names. Expected none in a "
-            "replay that judges other methods. Record a run that is not as hot, or compare methods by retraining."
+            f"The replay of {last.title} has signs that its scores are wrong, which a warning names. Expected none in "
+            "a replay that judges other methods. Record a run that is not as hot, or compare methods by retraining."
         )
     replayed = _table(model, last, by, own)
     tables = {method: _table(model, asked, method, own) for method in methods}

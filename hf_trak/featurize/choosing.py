@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hf_trak.config import BudgetName
+from hf_trak.config import HESSIAN_SHARE, BudgetName
 from hf_trak.data.rows import row_count
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibrating import possible, read_calibration
@@ -42,8 +42,8 @@ GAIN = 0.02
 _told = WeakKeyDictionary[FeaturizedModel, AnyMethod]()
 """What was chosen for a model the last time, which its user knows, and what would be better."""
 
-_doubted = WeakKeyDictionary[FeaturizedModel, list[AnyMethod]]()
-"""Replays of a model whose scores were doubtful."""
+_doubted = WeakKeyDictionary[FeaturizedModel, set[str]]()
+"""Whether the run or the recipe of a model was replayed, and the scores were doubtful."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def choose(
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
     if per_token:
         found = replace(found, options=tuple(one for one in found.options if not _is_refined(one.method)))
-    doubted = _doubted.setdefault(model, [])
+    doubted = _doubted.setdefault(model, set())
     while True:
-        found = replace(found, options=tuple(one for one in found.options if one.method not in doubted))
+        found = replace(found, options=tuple(one for one in found.options if _replayed(one.method) not in doubted))
         chosen = found.within(budget)
         if model.processes.is_main_process:
             if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
@@ -165,8 +165,12 @@ def choose(
         asked = of_replay()
         if not planned(model, asked, chosen.method).warnings:
             return chosen.method, asked
-        doubted.append(chosen.method)
+        doubted.add(chosen.method.of)
         model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone, for the reasons above.")
+
+
+def _replayed(method: AnyMethod) -> str | None:
+    return method.of if isinstance(method, Replay) else None
 
 
 def _is_refined(method: AnyMethod) -> bool:
@@ -198,6 +202,7 @@ def options(
     at_hand = not absent and model.scored_by is None  # engines read the index alone
     if at_hand and has_record(model):
         methods.append((Replay(of="run"), 1.0, "the recorded run itself"))
+        methods.append((Replay(of="run", hessian_share=HESSIAN_SHARE), 0.9, "the recorded run, half of its curvature"))
     if calibration is None:
         ranked = sorted(_of_banks(model, top_k, ids), key=lambda one: -one[1]) if at_hand else []
         methods += [*ranked, _of_bank(model, Index())]

@@ -22,7 +22,6 @@ from hf_trak.runtime.progress import duration
 from hf_trak.scores.solvers import SolverCost, solver_costs
 from hf_trak.store.atomic import json_bytes
 from hf_trak.store.shards import ShardPlan
-from hf_trak.trajectory.share import default_share
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES
 
@@ -413,9 +412,8 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
             "which finds its record. Use `TrakAttributor.from_trainer(trainer).estimate(...)`."
         )
     together = max(1, min(m, int(args.curvature.memory * 2**30) // (4 * COPIES * run.parameters)))
-    share = default_share(m) if method.hessian_share is None else method.hessian_share
-    sweeps, alone = math.ceil(m / together), run.passes(0, share)
-    passes = alone * sweeps + run.passes(m, share) - alone
+    sweeps, alone = math.ceil(m / together), run.passes(0)
+    passes = alone * sweeps + run.passes(m, method.hessian_share) - alone
     results = 8 * m * (n + 2 * run.steps) + 24 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before

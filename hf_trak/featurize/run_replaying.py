@@ -32,7 +32,6 @@ from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
-from hf_trak.trajectory.share import BUDGET, default_share, trainings
 from hf_trak.trajectory.states import RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
@@ -143,7 +142,8 @@ class RunReplay:
             StoreError: a file is missing or damaged.
             ValueError: there are several checkpoints.
         """
-        method, path = self._chosen(question), self.path
+        self._require_one_run(question)
+        method, path = self.method, self.path
         found, coarse = self._found(question, method), None
         if len(path.states) > 2 and path.gap > 1 and bool(found.forward[1].isnan().all()):  # lines between weights
             place, digest = self._place(question, self._identity(question, method))
@@ -160,7 +160,7 @@ class RunReplay:
         Args:
             question: what is asked, as in [`plan`], which is not computed again.
         """
-        method = self._chosen(question)
+        method = self.method
         texts = {
             name: f"10 % more changes the targets' outputs by {whole:+.3g} in the mean, {first:+.3g} of it in the "
             "first half of the steps"
@@ -180,7 +180,7 @@ class RunReplay:
             By name the change, and the part of it that the first half of the steps makes. Weight decay is missing
             where it is a part of the gradient.
         """
-        change = 0.1 * self._found(question, self._chosen(question)).settings.mean(2)
+        change = 0.1 * self._found(question, self.method).settings.mean(2)
         half = change.shape[1] // 2
         return {
             name: (float(one.sum()), float(one[:half].sum()))
@@ -197,29 +197,14 @@ class RunReplay:
         ]
         return _joined(self._swept(question, planned, method, self.path))
 
-    def _chosen(self, question: Question) -> Replay:
-        """Choose the share of the rows whose curvature is used, unless it is given."""
+    def _require_one_run(self, question: Question) -> None:
+        """Refuse targets that a replay has no answer for."""
         if len(question.ids) > 1:
             raise ValueError(
                 f"`checkpoints` are {question.ids}, and a replay follows one run back from its end. Expected the last "
                 "weights alone. Leave `checkpoints` out."
             )
         self.model.require_one_draw(question.eval_dataset, "A replay follows one draw of a target back.")
-        if self.method.hessian_share is not None:
-            return self.method
-        share = default_share(question.m)
-        chosen = replace(self.method, hessian_share=share)
-        work = trainings(question.m, share, chosen.products)
-        text = (
-            f"{question.title}: the replay of {question.m} targets uses the curvature of "
-            f"{'all rows' if share == 1 else f'{share:.0%} of the rows'}, and takes as long as {work:.3g} trainings. "
-            "A smaller `hessian_share` of `Replay` is less work and more noise."
-        )
-        if work > BUDGET + 0.1:
-            self.model.warn_once(text)
-        elif self.model.processes.is_main_process:
-            logger.info("%s", text)
-        return chosen
 
     def _place(self, question: Question, identity: dict[str, Any]) -> tuple[Path, str]:
         """Return the directory of a replay, and the digest in its name."""
@@ -291,7 +276,7 @@ class RunReplay:
             bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
             passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
             targets = self._targets(question, passes)
-        options = SweepOptions(method.smoothing, method.hessian_share or 1.0, method.products, model.args.seed)
+        options = SweepOptions(method.smoothing, method.hessian_share, method.products, model.args.seed)
         try:
             for group in planned:
                 numbers = [numbers for numbers, _ in group]

@@ -1,4 +1,4 @@
-"""The share of the rows whose curvature a sweep uses, and the rows that each step gets."""
+"""The rows whose curvature a sweep uses, a share of all of them, and what a share costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from hf_trak.config import HESSIAN_SHARE
 from hf_trak.trajectory.passes import CurvatureForm
-
-BUDGET = 12.0
-"""Trainings that a replay may take for all rows in the curvature."""
 
 PRODUCTS: dict[CurvatureForm, float] = {"gauss-newton": 4 / 3, "hessian": 2.0}
 """Work of a product of a row and a direction, in forward and backward passes of the row: a forward pass with tangents
@@ -21,14 +17,6 @@ and a backward pass are four products of matrices where training has three, and 
 def trainings(targets: int, share: float, form: CurvatureForm) -> float:
     """Estimate the work of a sweep in trainings: to rebuild the states, for gradients of rows, and for products."""
     return 2 + PRODUCTS[form] * share * targets
-
-
-def default_share(targets: int) -> float:
-    """Choose the share of a replay: as many rows as [`BUDGET`] pays, and at least those that the Hessian wants.
-
-    Scores of fewer rows were worse than those of methods that cost a tenth (`benchmarks/pages/replay_cost.md`).
-    """
-    return round(min(1.0, max(HESSIAN_SHARE, (BUDGET - 2) / (PRODUCTS["hessian"] * targets))), 3)
 
 
 _LEAST_RATE = 0.1

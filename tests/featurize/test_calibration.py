@@ -12,10 +12,11 @@ from test_save_index import attributor_in
 from hf_trak import Exact, Index, Replay, TrakAttributor
 from hf_trak.errors import HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.featurize.calibrating import read_calibration
-from hf_trak.featurize.calibration import Calibration, choose, named
+from hf_trak.featurize.calibration import Calibration, Judged, choose, named
 from hf_trak.methods import Combination
 from hf_trak.scores.scored_dataset import weighted_blocks
 from hf_trak.store.sealed import read_sealed, unsealed, write_sealed
+from hf_trak.store.store import CALIBRATION_FILE
 from hf_trak.store.tables import read_tables, write_table
 from hf_trak.store.verification import verify, verify_store
 
@@ -89,6 +90,12 @@ def test_a_target_judges_what_others_chose() -> None:
         tables[method][:, one] = truth[:, one]
     found = choose(tables, dict.fromkeys(methods, 0), truth, Replay())
     assert max(np.mean(one.sums) for one in found.candidates) > 0.15 > 0.1 > abs(np.mean(found.chosen.sums))
+
+
+def test_what_agrees_by_chance_does_not_agree() -> None:
+    truth = drawn(0)
+    assert judged({LOW: truth + drawn(1), EKFAC: drawn(2)}, truth).chosen.agrees
+    assert not judged({LOW: drawn(1), EKFAC: drawn(2)}, truth).chosen.agrees
 
 
 def test_json_and_text() -> None:
@@ -248,6 +255,20 @@ def test_a_choice_is_in_tables(calibrated, tmp_path: Path) -> None:
     assert np.array_equal(scores_of(loaded), scores_of(attributor, method=found.index))
     again = read_tables([path], tmp_path / "again").output_dir / "calibration.json"
     assert again.read_bytes() == (directory / "trak" / "calibration.json").read_bytes()
+
+
+def test_nothing_is_kept_of_a_judge_or_a_choice_that_is_not_to_be_believed(calibrated, monkeypatch) -> None:
+    """A hot replay judges nothing, and methods that agree with it by chance are not chosen."""
+    attributor = calibrated[0]
+    kept = attributor.features.store.output_dir / CALIBRATION_FILE
+    before = kept.read_bytes()
+    monkeypatch.setattr(Judged, "agrees", False)
+    with pytest.raises(HfTrakError, match="No method agrees with the replay: the best is"):
+        attributor.calibrate(sentences(5, 9), 3)
+    monkeypatch.setattr("hf_trak.trajectory.guards.GROWTH", 0.0)
+    with pytest.raises(HfTrakError, match="has signs that its scores are wrong"):
+        attributor.calibrate(sentences(5, 9), 3)
+    assert kept.read_bytes() == before
 
 
 def test_what_cannot_be_calibrated_is_refused(calibrated, tmp_path: Path) -> None:

@@ -132,6 +132,29 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     assert taken([0]) == [Index()]
 
 
+@pytest.mark.parametrize("of", ["run", "recipe"])
+def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, of: str, caplog, monkeypatch) -> None:
+    """It is computed once, warned of once, and not tried again for other targets."""
+    run = recorded(tmp_path) if of == "run" else trainer(tmp_path)
+    if of == "recipe":
+        run.train()
+        monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.9 if isinstance(method, Replay) else 0.1])
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path, budget="best")).featurize()
+    believed = scores_of(attributor, top_k=5)
+    assert np.array_equal(believed, scores_of(attributor, top_k=5, method=Replay(of=of)))
+    place = "hf_trak.trajectory.guards.GROWTH" if of == "run" else "hf_trak.featurize.replaying.LARGEST_GROWTH"
+    monkeypatch.setattr(place, 0.0)
+    monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
+    if of == "recipe":
+        monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.9 if isinstance(method, Replay) else 0.1])
+    for targets in (TARGETS, TARGETS.select([1, 0])):
+        found = np.array(attributor.attribute(targets, top_k=5)["trak_scores"][:])
+        index = attributor.attribute(targets, top_k=5, method="index")
+        assert np.array_equal(found, np.array(index["trak_scores"][:]))
+    warned = [one.getMessage() for one in caplog.records if one.name == "hf_trak.featurize.featurized"]
+    assert len(warned) == 2 and "grew" in warned[0] and "leaves Replay(" in warned[1]
+
+
 @pytest.mark.parametrize("draws", [1, 2])
 def test_what_auto_takes_of_random_rows(tmp_path: Path, draws: int, monkeypatch) -> None:
     """The best that there is has scores. A refinement multiplies by the curvature of one draw, and has none of two."""

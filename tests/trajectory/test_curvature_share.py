@@ -1,6 +1,5 @@
 """The rows whose curvature a replay uses, how many of them, and the signs that its scores are not to be believed."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,10 @@ from replay_runs import recorded, replayed
 
 from hf_trak.methods import Replay
 from hf_trak.trajectory.guards import GROWTH, warnings_of
-from hf_trak.trajectory.share import BUDGET, RowDraws, default_share, trainings
+from hf_trak.trajectory.share import RowDraws, trainings
 from hf_trak.trajectory.swept_targets import SweepResult
 
-RUN = Replay(of="run", hessian_share=1.0)
+RUN = Replay(of="run")
 
 
 def scores_of(scored: Any) -> torch.Tensor:
@@ -46,34 +45,11 @@ def test_steps_get_rows_in_proportion_to_their_rates(share: float) -> None:
     assert RowDraws.of([3, 5], torch.zeros(2), 1.0, 0).counts == [3, 5]
 
 
-def test_shares_are_what_twelve_trainings_pay_and_half_at_least() -> None:
-    assert [default_share(m) for m in (1, 5, 8, 10, 1000)] == [1.0, 1.0, 0.625, 0.5, 0.5]
-    assert trainings(8, 0.625, "hessian") == BUDGET == trainings(5, 1.0, "hessian")
-
-
-@pytest.mark.slow
-def test_the_share_is_chosen_unless_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_fewer_rows_are_less_work_and_other_scores(tmp_path: Path) -> None:
+    assert trainings(5, 1.0, "hessian") == 12 == trainings(10, 0.5, "hessian")
     run = recorded(tmp_path)
-    few = scores_of(replayed(run, tmp_path, Replay(of="run")))
-    assert "uses the curvature of all rows, and takes as long as 8 trainings." in caplog.text
-    assert torch.equal(few, scores_of(replayed(run, tmp_path, RUN)))
-
-    def warned() -> list[str]:
-        found = [one for one in caplog.records if one.levelno > logging.INFO]
-        return [one.getMessage() for one in found if one.name == "hf_trak.featurize.featurized"]
-
-    assert not warned()
-    caplog.clear()
-    monkeypatch.setattr("hf_trak.trajectory.share.BUDGET", 3.2)
-    monkeypatch.setattr("hf_trak.featurize.run_replaying.BUDGET", 3.2)
-    half = scores_of(replayed(run, tmp_path, Replay(of="run")))
-    (said,) = warned()
-    assert "uses the curvature of 50% of the rows, and takes as long as 5 trainings." in said
-    assert torch.equal(half, scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5, form="hessian"))))
-    assert not torch.allclose(half, few)
+    whole = scores_of(replayed(run, tmp_path, Replay(of="run")))
+    assert not torch.allclose(scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))), whole)
 
 
 def found_of(**changes: Any) -> tuple[SweepResult, Any]:
