@@ -769,8 +769,7 @@ class TrakAttributor:
             )
         chosen = Exact()  # the index finds few wrong labels: it compares rows for one target alone
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
-        sides = np.flatnonzero(effects < 0), np.flatnonzero(effects > 0)
-        doubted, false = doubted_labels(self.features, *sides, chosen)
+        doubted, false = doubted_labels(self.features, np.flatnonzero(effects < 0), eval_dataset, chosen)
         return review_table(rows, effects, class_column(rows), doubted, relabel=false <= MOST_FALSE_DOUBTS)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":

@@ -10,7 +10,6 @@ from right ones badly, and rows are to be looked at instead of relabelled.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,8 +27,6 @@ from hf_trak.methods import Exact
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 
-logger = logging.getLogger(__name__)
-
 EFFECT, REASON, ACTION, LABEL = "effect", "reason", "suggested_action", "suggested_label"
 """The columns of a review, which replace columns of these names."""
 
@@ -43,11 +40,10 @@ _NONE = 1e-3
 """Part of the largest effect below which a row has none."""
 
 _CONTROLS = 64
-"""Rows that helped on which the rule for wrong labels is tried."""
+"""Validation rows on which the rule for wrong labels is tried."""
 
 MOST_FALSE_DOUBTS = 0.2
-"""Share of them above which doubts say little: 0 to .02 on digits, .39 and .66 for a classifier of texts that was
-right for 64 and 74 % of its validation rows, where 14 and 15 % of the doubted rows were wrong."""
+"""Share of the doubted rows whose label may be right, by the validation rows, for others to be relabelled."""
 
 
 def review_table(
@@ -199,25 +195,26 @@ def wrong_labels(sums: ArrayLike, own: ArrayLike, labels: ArrayLike) -> dict[int
 
 
 def doubted_labels(
-    features: FeaturizedModel, rows: np.ndarray, helpful: np.ndarray, method: Exact
+    features: FeaturizedModel, rows: np.ndarray, eval_dataset: Any, method: Exact
 ) -> tuple[dict[int, Any], float]:
     """Find training rows whose label other training rows do not confirm, as targets of whole gradients.
 
-    A warning says when rows that helped are doubted as well.
+    The same rule is tried on validation rows, whose labels are taken to be right. A warning says when so many of these
+    are doubted that the labels of many doubted rows are right, too.
 
     Args:
         features (`FeaturizedModel`):
             The model and its training rows, a `datasets.Dataset`.
         rows (`np.ndarray` of shape `(m,)`):
-            Numbers of the rows to look at.
-        helpful (`np.ndarray` of shape `(h,)`):
-            Numbers of other rows, which helped; some of them are looked at, too.
+            Numbers of the rows to look at, ascending.
+        eval_dataset (`Dataset`):
+            The validation rows.
         method (`Exact`):
             How they are scored.
 
     Returns:
         Those of `rows` to which another label fits better, and that label; empty without a column of labels. And the
-        share of the helpful rows that are doubted in the same way.
+        share of them whose label is right, as far as validation rows tell.
 
     Raises:
         All that exact scores raise.
@@ -227,21 +224,40 @@ def doubted_labels(
     if column is None or not len(rows):
         return {}, 0.0
     labels = RowGroups.of(train, column)
-    controls = np.random.Generator(np.random.Philox(0)).permutation(helpful)[:_CONTROLS]
-    asked = np.union1d(rows, controls)
-    question = features.question(train.select(asked), featurized=False)
-    sums, own = sums_and_own(ExactScores(features, method).plan(question).blocks, labels, asked)
-    found = wrong_labels(sums, own, labels.member.numpy()[asked])
-    doubted = {int(asked[one]): labels.values[other] for one, other in found.items()}
-    false = sum(doubted.pop(int(row), None) is not None for row in controls)
-    if doubted and false > MOST_FALSE_DOUBTS * len(controls) and features.processes.is_main_process:
-        logger.warning(
-            "The labels of %d rows are doubted, and those of %d of %d rows that helped, too. Expected at most %.0f %% "
-            "of these: scores of this model tell wrong labels from right ones badly. Look at the rows before you "
-            "relabel any, or rank them by `self_influence()`.",
-            len(doubted), false, len(controls), 100 * MOST_FALSE_DOUBTS,
-        )  # fmt: skip
-    return doubted, false / max(1, len(controls))
+    member = labels.member.numpy()
+    scores = ExactScores(features, method)
+
+    def sums_of(asked: Dataset, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        question = features.question(asked, featurized=False)
+        return sums_and_own(scores.plan(question).blocks, labels, numbers)
+
+    found = wrong_labels(*sums_of(train.select(rows), rows), member[rows])
+    doubted = {int(rows[one]): labels.values[other] for one, other in found.items()}
+    controls = _controls(eval_dataset, column, labels)
+    if not doubted or not len(controls):
+        return doubted, 0.0
+    places = [labels.values.index(value) for value in controls[column]]
+    sums, _ = sums_of(controls, np.full(len(controls), -1))
+    false = len(wrong_labels(sums, np.zeros(len(controls)), places))
+    expected = (false + 1) / (len(controls) + 2) * len(rows)  # Laplace's rule of succession, of few rows
+    share = min(1.0, expected / len(doubted))
+    if share > MOST_FALSE_DOUBTS:
+        features.warn_once(
+            f"The labels of {len(doubted)} of {len(rows)} training rows are doubted, and those of {false} of "
+            f"{len(controls)} validation rows, too: about {share:.0%} of the doubted ones are right. Expected at most "
+            f"{MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you relabel any."
+        )
+    return doubted, share
+
+
+def _controls(eval_dataset: Any, column: str, labels: RowGroups) -> Dataset:
+    """Draw some validation rows with a label of the training rows; none if they have no labels."""
+    if not isinstance(eval_dataset, Dataset) or column not in eval_dataset.column_names:
+        return Dataset.from_dict({})
+    known = set(labels.values)
+    places = [i for i, value in enumerate(eval_dataset.with_format(None)[column]) if value in known]
+    drawn = np.random.Generator(np.random.Philox(0)).permutation(places)[:_CONTROLS]
+    return eval_dataset.select(np.sort(drawn).astype(int))
 
 
 def fixed_dataset(table: Dataset) -> Dataset:

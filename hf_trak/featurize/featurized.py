@@ -293,7 +293,7 @@ class FeaturizedModel:
             )
 
     def warn_once(self, text: str) -> None:
-        """Warn of something, the first time that it is seen."""
+        """Log a warning, the first time that its text is given."""
         if self.processes.is_main_process and text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)

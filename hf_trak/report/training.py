@@ -134,8 +134,7 @@ class TrainingReport(Result):
         passes (`float`): what that took, in forward and backward passes over the training rows.
         seconds (`float`): and in time.
         proof ([`LossProof`], *optional*): what two trainings say.
-        false_doubts (`float`): share of the rows that lowered the loss whose labels are doubted in the same way, among
-            64 of them.
+        false_doubts (`float`): share of the doubted labels that are right, as far as 64 validation rows tell.
         warnings (`tuple[str, ...]`): what makes the numbers of a replay doubtful, and the remedy.
         earlier (`TrainingReport`, *optional*): that of a training before, such as one whose rows were not fixed yet.
     """
@@ -195,12 +194,10 @@ class TrainingReport(Result):
 
     @property
     def rough_doubts(self) -> str:
-        """Say that labels of helpful rows are doubted, too; empty if few are."""
+        """Say that labels of validation rows are doubted, too; empty if few are."""
         if self.false_doubts <= MOST_FALSE_DOUBTS:
             return ""
-        return (
-            f"{self.false_doubts:.0%} of the rows that lowered the loss are doubted, too: many such labels are right."
-        )
+        return f"Validation rows are doubted, too: by these, {self.false_doubts:.0%} of the doubted labels are right."
 
     @property
     def price(self) -> str:
@@ -323,7 +320,7 @@ def effects_of_training(
     kind = None if column is None else rows.features[column]
     harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
     exact = chosen if isinstance(chosen, Exact) else Exact()
-    doubted, false_doubts = doubted_labels(features, harmful, np.flatnonzero(effects < 0), exact)
+    doubted, false_doubts = doubted_labels(features, harmful, eval_dataset, exact)
     repeated = repeated_rows(rows, column)
     found = TrainingReport(
         losses=losses,

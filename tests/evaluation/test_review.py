@@ -128,7 +128,7 @@ def test_labels_that_other_rows_do_not_confirm() -> None:
 
 
 @pytest.mark.slow
-def test_doubts_that_meet_helpful_rows_relabel_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of labels that are drawn at random none can be doubted with reason."""
     train, validation, _ = digits()
     random = np.random.default_rng(2).integers(10, size=100).tolist()
@@ -140,7 +140,7 @@ def test_doubts_that_meet_helpful_rows_relabel_nothing(tmp_path: Path, caplog: p
     attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak")), "image_classification")
     with caplog.at_level("WARNING"):
         table = attributor.review(validation.select(range(50)))
-    assert [text for text in caplog.messages if "tell wrong labels from right ones badly" in text]
+    assert [text for text in caplog.messages if "validation rows, too: about" in text]
     assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == random
     assert sum(label is not None for label in table["suggested_label"]) > 5
     found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")

@@ -109,7 +109,10 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
 ) -> None:
     monkeypatch.setattr(run_replaying, "warnings_of", lambda *found: ["Weights <every> 9 steps are too few."])
     before = replace(report, losses=report.losses + 0.25, doubted={}, sources=(GroupEffect("<old>", 3, 1.5),))
-    found = training_report(run.attributor.features, run.validation, tmp_path / "page.html", earlier=before)
+    features = run.attributor.features
+    chosen = training_report(features, run.validation, tmp_path / "chosen.html")
+    assert chosen.method.startswith("exact scores") and "is left alone" in (tmp_path / "chosen.html").read_text()
+    found = training_report(features, run.validation, tmp_path / "page.html", method=Replay(of="run"), earlier=before)
     assert found.method.startswith("replay") and found.warnings == ("Weights <every> 9 steps are too few.",)
     assert found.warnings[0] in str(found)
     page = (tmp_path / "page.html").read_text()
