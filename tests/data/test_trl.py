@@ -113,6 +113,16 @@ def test_the_columns_also_reach_a_rehearsal(tmp_path: Path) -> None:
     assert seen and all(columns == {"number"} for columns in seen)
 
 
+@pytest.mark.parametrize(
+    ("kind", "function"), [("messages", "tokenize_chat"), ("prompt and completion", "tokenize_prompt_completion")]
+)
+def test_chats_without_sft_name_what_tokenizes_them(kind: str, function: str, tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=as_rows(kind, 2))
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
+    with pytest.raises(ValueError, match=rf"No column .*with `hf_trak\.data\.language\.{function}`"):
+        TrakAttributor.from_trainer(trainer, config).featurize()
+
+
 def test_what_the_configuration_says_of_columns_counts(tmp_path: Path) -> None:
     """The error about columns names `remove_unused_columns=False` as the remedy, so it has to work here."""
     rows = Dataset.from_dict({"text": ["a cat", "the dog", "a mat"]})
