@@ -21,7 +21,7 @@ from hf_trak.runtime.sharding import tensor_parallel_ranks
 from hf_trak.runtime.zero import is_zero
 from hf_trak.trajectory.dropout import dropout_of, random_state
 from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
-from hf_trak.trajectory.record import MicroBatch, RecordedStep, RunRecord, trained_weights
+from hf_trak.trajectory.record import RECORD_FILE, MicroBatch, RecordedStep, RunRecord, trained_weights
 from hf_trak.weights.sharded import whole
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RunRecorder:
         """Open the record, and find or write the state that the run begins with."""
         if step == 0:
             if self.overwrite:
-                for path in [*self.directory.glob("state-*.safetensors"), self.directory / "record.json"]:
+                for path in [*self.directory.glob("state-*.safetensors"), self.directory / RECORD_FILE]:
                     path.unlink(missing_ok=True)
             self._record = RunRecord.create(self.directory, description)
             if later := [one for one in self._record.states() if one]:
@@ -98,7 +98,12 @@ class RunRecorder:
                 self._record.write(0, weights, [])
                 return
         else:
-            RunRecord.open(self.directory)
+            if not (self.directory / RECORD_FILE).exists():
+                raise IncompleteStoreError(
+                    f"The training is resumed from step {step}, and its first steps were not recorded in "
+                    f"{self.directory}. Expected a run that was recorded from its first step on. Train from scratch "
+                    "(`trainer.train()`), or leave out `record=True`."
+                )
             self._record = RunRecord.create(self.directory, description)
             self._record.forget_after(step)
             if step not in self._record.states():
