@@ -246,13 +246,18 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it leaves out layers, divides its parameters, scales its gradients, or streams its rows.
+        HfTrakError: it leaves out layers, adds noise to embeddings, divides its parameters, scales its gradients, or streams its rows.
     """
     settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
         raise HfTrakError(
             f"The model leaves out whole layers at random ({left_out}). Expected dropout of single numbers at most, "
             "which can be drawn once more. Set it to 0 in the configuration of the model, or leave out `record=True`."
+        )
+    if args.neftune_noise_alpha:
+        raise HfTrakError(
+            f"`neftune_noise_alpha` is {args.neftune_noise_alpha}, which adds noise to embeddings. Expected `None`, "
+            "since the noise cannot be drawn once more. Leave out `neftune_noise_alpha` or `record=True`."
         )
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise HfTrakError(

@@ -177,6 +177,11 @@ def test_runs_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:
         recorded(tmp_path, tiny(torch.bfloat16))
 
 
+def test_noise_in_embeddings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HfTrakError, match=r"`neftune_noise_alpha` is 5\.0, .* Leave out `neftune_noise_alpha` or"):
+        recorded(tmp_path, neftune_noise_alpha=5.0)
+
+
 def test_unknown_optimizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HfTrakError, match="Adafactor"):
         recorded(tmp_path, optim="adafactor")
