@@ -91,8 +91,8 @@ class RunRecorder:
             if later := [one for one in self._record.states() if one]:
                 raise ConfigMismatchError(
                     f"{self.directory} has the record of a run up to step {later[-1]}. Expected none when training "
-                    "starts from scratch. Give this run another `name`, set `overwrite=True`, or resume with "
-                    "`trainer.train(resume_from_checkpoint=True)`."
+                    "starts from scratch. Give this run another `TrakCallback(name=...)`, replace the record with "
+                    "`TrakCallback(overwrite=True)`, or resume with `trainer.train(resume_from_checkpoint=True)`."
                 )
             if not self._record.states():
                 self._record.write(0, weights, [])
@@ -115,7 +115,8 @@ class RunRecorder:
         if not torch.equal(self._record.weights(step), weights):
             raise ConfigMismatchError(
                 f"The weights at step {step} are not those of the record in {self.directory}. Expected the same run. "
-                "Give this run another `name`, or set `overwrite=True` to replace the record."
+                "Give this run another `TrakCallback(name=...)`, or replace the record with "
+                "`TrakCallback(overwrite=True)`."
             )
 
     def _weights(self) -> Tensor | None:
@@ -246,7 +247,8 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it leaves out layers, adds noise to embeddings, divides its parameters, scales its gradients, or streams its rows.
+        HfTrakError: it leaves out layers, adds noise to embeddings, divides its parameters, scales its gradients, or
+            streams its rows.
     """
     settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
