@@ -370,7 +370,7 @@ CALLS: dict[str, Mistake] = {
     "no rows to verify": (lambda w: w.own.verify(FEW.select([0]), []), r"`rows` is \[\]", "trak_indices"),
     "a row to exclude": (lambda w: w.own.exclude(5), "`rows` is 5", "`[5]`"),
     "a row beyond the last": (lambda w: w.own.exclude([999]), r"`rows` has \[999\]", "from 0 to 23"),
-    "nothing to show": (lambda w: w.new("none").show(0), "There is nothing to show", "`per='target'`"),
+    "nothing to show": (lambda w: w.new("none").show(0), "There is nothing to show", "`attributor.attribute(eval_d"),
     "titel=": (
         lambda w: _asked(w).report(w.home / "x.html", titel="x"),
         "no argument `titel`",
