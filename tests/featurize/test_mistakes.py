@@ -231,6 +231,11 @@ CALLS: dict[str, Mistake] = {
         "'checkpoint-2'",
     ),
     "a directory without weights": (lambda w: w.new().featurize(str(w.home)), "holds no weights", "model.safetensors"),
+    "a directory of checkpoints": (
+        lambda w: w.new().featurize(str(w.home / "out")),
+        r"holds no weights, but \['checkpoint-1', 'checkpoint-2'\]",
+        "/out/checkpoint-2'",
+    ),
     "numbers of checkpoints": (lambda w: w.new().featurize([1, 2]), r"`checkpoints` is \[1, 2\]", "{id: weights}"),
     "a number as weights": (lambda w: w.new("no").featurize(3), "`checkpoints` is 3", "`[3]`"),
     "no checkpoints": (lambda w: w.new().featurize([]), "`checkpoints` is empty", "`None`"),
