@@ -252,6 +252,11 @@ CALLS: dict[str, Mistake] = {
         r"\['input_ids'\]",
         "`attributor.predict(rows)`",
     ),
+    "labels of another name": (
+        lambda w: w.own.attribute(FEW.remove_columns("label").rename_column("labels", "sentiment")),
+        "none hold labels",
+        "Rename the column that has them",
+    ),
     "prompts without labels": (
         lambda w: w.lm.attribute(DOCUMENT.select_columns(["input_ids"])),
         "so no labels",
