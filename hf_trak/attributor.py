@@ -1157,6 +1157,7 @@ def last_result(attributor: TrakAttributor) -> LastResult:
     """
     if attributor._last is None:
         raise ValueError(
-            "There is nothing to show yet. Expected a result of `attribute`. Call it with `per='target'`."
+            "There is nothing to show yet. Expected a result of `attribute` with `per='target'`, its default. Call "
+            "`attributor.attribute(eval_dataset)` first."
         )
     return attributor._last

@@ -396,11 +396,18 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+_CHATS = {"messages": "tokenize_chat", "conversations": "tokenize_chat", "completion": "tokenize_prompt_completion"}
+"""Columns of chats, and the functions that make tokens of them."""
+
+
 def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:
     if not kept:
+        remedy = "Rename the columns"
+        if TOKENS in columns and (chats := [name for name in _CHATS if name in given]):
+            remedy = f"Make tokens of the chats with `hf_trak.data.language.{_CHATS[chats[0]]}`"
         raise ValueError(
             f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of "
-            f"{sorted(set(columns))}. Rename the columns, or set `remove_unused_columns=False` if the data collator "
+            f"{sorted(set(columns))}. {remedy}, or set `remove_unused_columns=False` if the data collator "
             "makes the model's inputs."
         )
 

@@ -337,6 +337,9 @@ _TOKENS = "input_ids"
 
 _RAW = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
 
+_TURNS = {"messages": {"role"}, "prompt": {"role"}, "conversations": {"from", "value"}}
+"""Columns that an `SFTTrainer` takes chats from, and what it tells them by in the first turn."""
+
 
 class SFTCollator(ColumnsCollator):
     """The collator of an `SFTTrainer`, which also takes rows that are not tokens yet."""
@@ -364,8 +367,8 @@ class SFTCollator(ColumnsCollator):
         """Return rows of tokens, which they may be already.
 
         Raises:
-            ValueError: a row has no answer, the preparation leaves rows out, or several processes would have to
-                prepare them together.
+            ValueError: a row has no columns that the trainer takes, or no answer, the preparation leaves rows out, or
+                several processes would have to prepare them together.
         """
         if not rows or not isinstance(rows[0], Mapping) or _TOKENS in rows[0]:
             return rows
@@ -377,6 +380,8 @@ class SFTCollator(ColumnsCollator):
                 "`eval_dataset`, and pass `trainer.eval_dataset`."
             )
         for row in rows:
+            if not self.every_column:
+                _check_taken(row, trainer.args.dataset_text_field)
             _check_answered(row, trainer.args.assistant_only_loss)
         args = copy(trainer.args)
         args.shuffle_dataset = False  # rows keep their numbers
@@ -391,6 +396,22 @@ class SFTCollator(ColumnsCollator):
                 "out rows that its `max_length` drops."
             )
         return list(made)
+
+
+def _check_taken(row: Mapping[str, Any], text: str) -> None:
+    """Refuse a row that the trainer's preparation finds no text in."""
+    given = {name: value for name, value in row.items() if value is not None}
+    lists = {name: one for name, one in given.items() if isinstance(one, list | tuple) and one}
+    turns = {name: one[0] for name, one in lists.items() if isinstance(one[0], Mapping)}
+    if any(isinstance(given.get(name), str) for name in (text, "prompt")):
+        return
+    if not any(keys <= set(turns.get(name, ())) for name, keys in _TURNS.items()):
+        found = "".join(f" (turns of {name!r} have {sorted(turn)})" for name, turn in turns.items())
+        raise ValueError(
+            f"A row has the columns {sorted(given)}{found}, and `SFTTrainer` finds no text in them. Expected "
+            "`messages` or `prompt` with turns of `role` and `content`, `conversations` with turns of `from` and "
+            f"`value`, or a text in `prompt` or `{text}`. Rename the column or the keys of its turns."
+        )
 
 
 def _check_answered(row: Mapping[str, Any], assistant_only: bool) -> None:

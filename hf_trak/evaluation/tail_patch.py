@@ -150,9 +150,12 @@ class PatchResult(Result):
         """Say what was found in a sentence or two."""
         low, high = min(self.random), max(self.random)
         if not self.has_effect:
+            inside = low <= self.change <= high
+            effect, more = ("No effect", "not more") if inside else ("No clear effect", "more")
+            needed = "" if inside else f", and would have to be {SPREADS:g}"
             return (
-                f"No effect: training on these rows changes the target's output by {self.change:+.2g}, which is not "
-                f"more than random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread). "
+                f"{effect}: training on these rows changes the target's output by {self.change:+.2g}, which is {more} "
+                f"than random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread{needed}). "
                 "Verify more rows at once, or those of a method that `recommend` has better figures for."
             )
         word = "raises" if self.change > 0 else "lowers"

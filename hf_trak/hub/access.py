@@ -1,6 +1,7 @@
 """Access to the Hub: one client for all calls, and every failure to reach the Hub as a `HubAccessError`."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 
@@ -83,7 +84,7 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
             "or commits."
         ) from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        raise _not_cached(where, error) from error
+        raise _not_cached(where, repo_id, error) from error
     except errors.EntryNotFoundError as error:
         raise HubAccessError(
             f"{where} lacks a file that is needed ({_one_line(error)}). Publish it again, or use another revision."
@@ -94,14 +95,15 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         raise HubAccessError(f"{where} needs a token: pass `token`, or run `hf auth login`.") from error
     except errors.HTTPError as error:  # the connection was refused, was reset or timed out
         raise HubAccessError(
-            f"{where}: the connection to {_endpoint()} failed ({type(error).__name__}: {_one_line(error)}). Try "
-            "again; what was transferred is kept. `local_files_only=True` works with what is in the cache."
+            f"{where}: the connection to {_endpoint()} failed ({type(error).__name__}: "
+            f"{_one_line(error)}){no_directory(repo_id)}. Try again; what was transferred is kept. "
+            "`local_files_only=True` works with what is in the cache."
         ) from error
     except OSError as error:
         if isinstance(error, HubAccessError | FileNotFoundError | PermissionError):
             raise
         if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # raised by `datasets` in offline mode
-            raise _not_cached(where, error) from error
+            raise _not_cached(where, repo_id, error) from error
         raise HubAccessError(
             f"{where}: a transfer was interrupted ({_one_line(error)}). The incomplete file was not kept. Try again."
         ) from error
@@ -114,11 +116,16 @@ def access_errors(repo_id: str, revision: str | None, repo_type: str = REPO_TYPE
         ) from error
 
 
-def _not_cached(where: str, error: BaseException) -> HubAccessError:
+def no_directory(name: str) -> str:
+    """Say that a name, which may be meant for a path, is that of no directory; nothing if it is."""
+    return "" if os.path.isdir(name) else "; there is no directory of this name either"
+
+
+def _not_cached(where: str, repo_id: str, error: BaseException) -> HubAccessError:
     mode = "offline mode (HF_HUB_OFFLINE) is on" if constants.HF_HUB_OFFLINE else "it could not be reached"
     return HubAccessError(
-        f"{where} is not in the cache, or only in part, and {mode} ({_one_line(error)}). Connect, unset "
-        "HF_HUB_OFFLINE, or pass the path of a copy."
+        f"{where} is not in the cache, or only in part, and {mode} ({_one_line(error)})"
+        f"{no_directory(repo_id)}. Connect, unset HF_HUB_OFFLINE, or pass the path of a copy."
     )
 
 

@@ -23,7 +23,7 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
 from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
-from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api
+from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api, no_directory
 from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, PublishedFile
 from hf_trak.hub.names import read_foreign_object, shown, too_large
 from hf_trak.store.atomic import read_json
@@ -396,8 +396,8 @@ class HubFiles(IndexFiles):
         if self._offline:
             raise HubAccessError(
                 f"{first!r} of the dataset repo {repo_id!r} at revision {wanted!r} is not in the cache, and offline "
-                "mode (`local_files_only=True` or HF_HUB_OFFLINE) is on. Load the index once with a connection, or "
-                "pass the path of a copy."
+                f"mode (`local_files_only=True` or HF_HUB_OFFLINE) is on{no_directory(repo_id)}. Load the index once "
+                "with a connection, or pass the path of a copy."
             )
         with access_errors(repo_id, revision):
             commit, self._sizes = self._list(wanted)

@@ -29,6 +29,7 @@ VOLATILE = by_name({
     "saves memory, computes the same": "gradient_checkpointing activation_checkpointing",
     "saves memory, in open_clip and timm": "grad_checkpointing",
     "where weights were found": "name_or_path",
+    "labels of the Hub's model card": "model_tags",
     "not read by `forward`": "generation_config",
 })  # fmt: skip
 """Attributes of modules that are left out, with the reason."""

@@ -58,7 +58,8 @@ def only_labels(batch: Batch, expected: str) -> Any:
         remedy = "Remove the other one in the data collator."
         if not found:
             remedy = (
-                "Pass `attributor.predict(rows)` to ask about the model's own predictions, or add the labels as class "
+                "Rename the column that has them, since columns of other names reach no batch, pass "
+                "`attributor.predict(rows)` to ask about the model's own predictions, or add the labels as class "
                 "numbers (`model.config.label2id` has those of names, which data collators drop)."
             )
         raise ValueError(

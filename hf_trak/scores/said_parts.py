@@ -69,7 +69,10 @@ def said_parts(dataset: Dataset, unit: Unit, tokenizer: Any, ids_column: str = "
                     parts.append(text[start + first : start + last])
                     masks.append([int(place in chosen) for place in range(len(ids))])
     if not parts:
-        raise ValueError("The targets say nothing. Expected words in them. Look at their labels.")
+        raise ValueError(
+            f"The targets ({len(dataset)}) say nothing: no word of an answer in them has a label. Expected texts, or "
+            "chats and prompts with an answer. Let the model answer first: pass `attributor.predict(rows)`."
+        )
     kept = dataset.remove_columns([n for n in (PART, OF_TARGET, TARGET_MASK) if n in dataset.column_names])
     repeated = kept.select(owners)
     for name, values in ((PART, parts), (OF_TARGET, owners), (TARGET_MASK, masks)):

@@ -149,7 +149,8 @@ class RunRecord:
             if changes := differing(saved.description, description):
                 raise ConfigMismatchError(
                     f"{directory} has the record of another run ({'; '.join(changes)}). Expected the same run. Give "
-                    "this run another `name`, or set `overwrite=True` to replace the record."
+                    "this run another `TrakCallback(name=...)`, or replace the record with "
+                    "`TrakCallback(overwrite=True)`."
                 )
             return saved
         return cls(directory, description)

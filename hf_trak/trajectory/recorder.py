@@ -21,7 +21,7 @@ from hf_trak.runtime.sharding import tensor_parallel_ranks
 from hf_trak.runtime.zero import is_zero
 from hf_trak.trajectory.dropout import dropout_of, random_state
 from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
-from hf_trak.trajectory.record import MicroBatch, RecordedStep, RunRecord, trained_weights
+from hf_trak.trajectory.record import RECORD_FILE, MicroBatch, RecordedStep, RunRecord, trained_weights
 from hf_trak.weights.sharded import whole
 
 logger = logging.getLogger(__name__)
@@ -85,20 +85,25 @@ class RunRecorder:
         """Open the record, and find or write the state that the run begins with."""
         if step == 0:
             if self.overwrite:
-                for path in [*self.directory.glob("state-*.safetensors"), self.directory / "record.json"]:
+                for path in [*self.directory.glob("state-*.safetensors"), self.directory / RECORD_FILE]:
                     path.unlink(missing_ok=True)
             self._record = RunRecord.create(self.directory, description)
             if later := [one for one in self._record.states() if one]:
                 raise ConfigMismatchError(
                     f"{self.directory} has the record of a run up to step {later[-1]}. Expected none when training "
-                    "starts from scratch. Give this run another `name`, set `overwrite=True`, or resume with "
-                    "`trainer.train(resume_from_checkpoint=True)`."
+                    "starts from scratch. Give this run another `TrakCallback(name=...)`, replace the record with "
+                    "`TrakCallback(overwrite=True)`, or resume with `trainer.train(resume_from_checkpoint=True)`."
                 )
             if not self._record.states():
                 self._record.write(0, weights, [])
                 return
         else:
-            RunRecord.open(self.directory)
+            if not (self.directory / RECORD_FILE).exists():
+                raise IncompleteStoreError(
+                    f"The training is resumed from step {step}, and its first steps were not recorded in "
+                    f"{self.directory}. Expected a run that was recorded from its first step on. Train from scratch "
+                    "(`trainer.train()`), or leave out `record=True`."
+                )
             self._record = RunRecord.create(self.directory, description)
             self._record.forget_after(step)
             if step not in self._record.states():
@@ -110,7 +115,8 @@ class RunRecorder:
         if not torch.equal(self._record.weights(step), weights):
             raise ConfigMismatchError(
                 f"The weights at step {step} are not those of the record in {self.directory}. Expected the same run. "
-                "Give this run another `name`, or set `overwrite=True` to replace the record."
+                "Give this run another `TrakCallback(name=...)`, or replace the record with "
+                "`TrakCallback(overwrite=True)`."
             )
 
     def _weights(self) -> Tensor | None:
@@ -241,13 +247,19 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it leaves out layers, divides its parameters, scales its gradients, or streams its rows.
+        HfTrakError: it leaves out layers, adds noise to embeddings, divides its parameters, scales its gradients, or
+            streams its rows.
     """
     settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
         raise HfTrakError(
             f"The model leaves out whole layers at random ({left_out}). Expected dropout of single numbers at most, "
             "which can be drawn once more. Set it to 0 in the configuration of the model, or leave out `record=True`."
+        )
+    if args.neftune_noise_alpha:
+        raise HfTrakError(
+            f"`neftune_noise_alpha` is {args.neftune_noise_alpha}, which adds noise to embeddings. Expected `None`, "
+            "since the noise cannot be drawn once more. Leave out `neftune_noise_alpha` or `record=True`."
         )
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise HfTrakError(

@@ -86,16 +86,18 @@ class SavedRun:
         paths = place.glob("checkpoint-*") if place.is_dir() else ()
         matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in sorted(paths))
         found: dict[int, Checkpoint] = {int(match[1]): str(path) for match, path in matches if match}
-        found = {step: path for step, path in found.items() if step < self.numbers.steps}
+        saved, found = sorted(found), {step: path for step, path in found.items() if step < self.numbers.steps}
         loaded_from = getattr(self.model, "name_or_path", "")
         if start is not None:
             found[0] = start
         elif 0 not in found and loaded_from and Path(loaded_from).is_dir():
             found[0] = loaded_from
         if 0 not in found:
+            weights = f"the weights after the steps {saved} of {self.numbers.steps}" if saved else "no checkpoint"
+            untrained = "" if self.trainer.state.global_step else ", and this trainer has not trained"
             raise IncompleteStoreError(
-                f"{place} has the weights after the steps {sorted(found)}, and no `checkpoint-0`. Expected those "
-                "before the first step, too, or a record. Name them in `Replay(start=...)`, or train with "
+                f"The run has no record, and {place} has {weights} and no `checkpoint-0`{untrained}. Expected the "
+                "weights before the first step, too, or a record. Name them in `Replay(start=...)`, or train with "
                 "`TrakCallback(record=True)`."
             )
         return found

@@ -218,6 +218,11 @@ def _read_directory(path: Path) -> dict[str, Tensor]:
             "pickles. Expected weights that all programs read. Run `python zero_to_fp32.py . . --safe_serialization` "
             "in it, or train with `stage3_gather_16bit_weights_on_model_save`."
         )
+    if inside := sorted((one.name for one in path.glob("checkpoint-*")), key=lambda name: (len(name), name)):
+        raise FileNotFoundError(
+            f"The directory {str(path)!r} holds no weights, but {inside}. Expected a directory with weights. Pass one "
+            f"of these, such as {str(path / inside[-1])!r}."
+        )
     raise FileNotFoundError(
         f"The checkpoint directory {str(path)!r} holds no weights. Expected one of "
         f"{[*WEIGHT_FILES, *INDEX_FILES]}, as written by `Trainer` or `save_pretrained`."

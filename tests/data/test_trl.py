@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.rows import own_columns
-from hf_trak.data.text_columns import ColumnsCollator, signature_columns
+from hf_trak.data.text_columns import ColumnsCollator, SFTCollator, signature_columns
 from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
 
 trl = pytest.importorskip("trl")
@@ -111,6 +111,16 @@ def test_the_columns_also_reach_a_rehearsal(tmp_path: Path) -> None:
     attributor = TrakAttributor.from_trainer(trainer, config)
     assert attributor.estimate(measure=True).rows_per_second
     assert seen and all(columns == {"number"} for columns in seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"), [("messages", "tokenize_chat"), ("prompt and completion", "tokenize_prompt_completion")]
+)
+def test_chats_without_sft_name_what_tokenizes_them(kind: str, function: str, tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=as_rows(kind, 2))
+    config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True)
+    with pytest.raises(ValueError, match=rf"No column .*with `hf_trak\.data\.language\.{function}`"):
+        TrakAttributor.from_trainer(trainer, config).featurize()
 
 
 def test_what_the_configuration_says_of_columns_counts(tmp_path: Path) -> None:
@@ -222,3 +232,19 @@ def test_targets_of_sft_as_people_have_them(kind: str, padding_free: bool, tmp_p
     assert torch.allclose(torch.tensor(found), torch.tensor(prepared), rtol=1e-4, atol=1e-7)
     own = attributor.attribute(rows, top_k=1, name="own")
     assert [one[0] for one in own["trak_indices"]] == list(range(6))
+
+
+def test_chats_that_sft_takes_and_others(tmp_path: Path) -> None:
+    """Turns with `from` and `value` are taken from `conversations` alone, as in the training."""
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    rows = as_rows("messages", 3)
+    args = arguments(tmp_path, trl.SFTConfig, max_length=None)
+    trainer = trl.SFTTrainer(llama(), args=args, train_dataset=rows, eval_dataset=rows, processing_class=words)
+    collator = SFTCollator(trainer)
+    chats = [[{"from": turn["role"], "value": turn["content"]} for turn in row["messages"]] for row in rows]
+    ready = collator.ready([{"conversations": chat} for chat in chats])
+    assert [row["input_ids"] for row in ready] == [row["input_ids"] for row in trainer.eval_dataset]
+    for given in ({"messages": chats[0]}, {"conversations": rows[0]["messages"]}, {"messages": []}, {"said": "a"}):
+        with pytest.raises(ValueError, match=rf"columns \['{next(iter(given))}'\].*Expected `messages` or `prompt`"):
+            collator.ready([given])

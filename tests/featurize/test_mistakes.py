@@ -231,6 +231,11 @@ CALLS: dict[str, Mistake] = {
         "'checkpoint-2'",
     ),
     "a directory without weights": (lambda w: w.new().featurize(str(w.home)), "holds no weights", "model.safetensors"),
+    "a directory of checkpoints": (
+        lambda w: w.new().featurize(str(w.home / "out")),
+        r"holds no weights, but \['checkpoint-1', 'checkpoint-2'\]",
+        "/out/checkpoint-2'",
+    ),
     "numbers of checkpoints": (lambda w: w.new().featurize([1, 2]), r"`checkpoints` is \[1, 2\]", "{id: weights}"),
     "a number as weights": (lambda w: w.new("no").featurize(3), "`checkpoints` is 3", "`[3]`"),
     "no checkpoints": (lambda w: w.new().featurize([]), "`checkpoints` is empty", "`None`"),
@@ -246,6 +251,11 @@ CALLS: dict[str, Mistake] = {
         lambda w: w.own.attribute(FEW.select_columns(["input_ids"])),
         r"\['input_ids'\]",
         "`attributor.predict(rows)`",
+    ),
+    "labels of another name": (
+        lambda w: w.own.attribute(FEW.remove_columns("label").rename_column("labels", "sentiment")),
+        "none hold labels",
+        "Rename the column that has them",
     ),
     "prompts without labels": (
         lambda w: w.lm.attribute(DOCUMENT.select_columns(["input_ids"])),
@@ -370,7 +380,7 @@ CALLS: dict[str, Mistake] = {
     "no rows to verify": (lambda w: w.own.verify(FEW.select([0]), []), r"`rows` is \[\]", "trak_indices"),
     "a row to exclude": (lambda w: w.own.exclude(5), "`rows` is 5", "`[5]`"),
     "a row beyond the last": (lambda w: w.own.exclude([999]), r"`rows` has \[999\]", "from 0 to 23"),
-    "nothing to show": (lambda w: w.new("none").show(0), "There is nothing to show", "`per='target'`"),
+    "nothing to show": (lambda w: w.new("none").show(0), "There is nothing to show", "`attributor.attribute(eval_d"),
     "titel=": (
         lambda w: _asked(w).report(w.home / "x.html", titel="x"),
         "no argument `titel`",

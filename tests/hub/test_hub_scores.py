@@ -10,7 +10,7 @@ from hub_server import TOKEN, Hub, client, hub
 from huggingface_hub import DatasetCard
 from test_hub_index import make_store
 
-from hf_trak import load_scores, push_scores
+from hf_trak import TrakAttributor, load_scores, push_scores
 from hf_trak.errors import HubAccessError, RefusedIndexError
 from hf_trak.hub import open_repo, push_index
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, attach_columns, fixed_size_list
@@ -119,6 +119,9 @@ def test_offline_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{where}.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        HubAccessError, match=r"'nothing/here' is not in the cache.*offline mode \(HF_HUB_OFFLINE\) is on"
+        HubAccessError,
+        match=r"'nothing/here' is not in the cache.*offline mode \(HF_HUB_OFFLINE\) is on.* no directory of this name",
     ):
         load_scores("nothing/here")
+    with pytest.raises(HubAccessError, match=r"'nothing/here' at .* not in the cache, .*; there is no directory of"):
+        TrakAttributor.from_pretrained("nothing/here")

@@ -522,6 +522,7 @@ def test_left_out_settings_have_reasons() -> None:
     model.config.update({"use_cache": False, "output_attentions": True, "problem_type": "regression", "prefix": "x"})
     model.config._name_or_path = "elsewhere"
     model.config.id2label = {0: "cat", 1: "dog"}
+    model.add_model_tags(["trl", "sft"])
     assert stored(model) == before
 
 

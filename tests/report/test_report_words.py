@@ -154,6 +154,13 @@ def test_sentences_of_a_chat(own: TrakAttributor) -> None:
         own.sources(chat(words), "line")
 
 
+def test_prompts_without_an_answer_name_predict(own: TrakAttributor) -> None:
+    words = own.features.processing_class
+    asked = rows_of(["my sister"], words).add_column("messages", [[{"role": "user", "content": "my sister"}]])
+    with pytest.raises(ValueError, match=r"The targets \(1\) say nothing.*pass `attributor\.predict\(rows\)`"):
+        own.sources(asked)
+
+
 def test_words_of_an_earlier_answer_are_not_taken_over(own: TrakAttributor) -> None:
     sources = own.sources(answers(own.features.processing_class), verify=False)
     assert "trak_words" not in own.attribute(sources, top_k=3).column_names
