@@ -50,7 +50,7 @@ METHODS: dict[str, AnyMethod | str] = {
     "refined": Exact("ekfac", "cg"),
     "recipe": Replay(),
     "run": Replay(of="run"),
-    "run, all rows in the curvature": Replay(of="run", hessian_share=1.0),
+    "run, half of the rows in the curvature": Replay(of="run", hessian_share=0.5),
 }
 
 

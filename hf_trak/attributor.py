@@ -549,21 +549,22 @@ class TrakAttributor:
                 self._check_breakdown(eval_dataset, top_k, method, per, group_by)
                 batches = self.features.featurizer().batches(eval_dataset, "target")
                 singles = single_labels(self.task, batches, eval_dataset)
-            listed = top_k if per == "target" and not per_token else None
+            listed, begun = top_k if per == "target" and not per_token else None, time.monotonic()
             chosen, question = self._asked(eval_dataset, method, name, checkpoints, group_by, listed, per_token)
-            scored = self._attributed(chosen, question, top_k, per)
+            scored = self._attributed(chosen, question, top_k, per, begun)
             if not per_token:
                 return scored
             last, alone = last_result(self), None if name is None else f"{name}-tokens"
-            parts = self._attributed(*self._asked(singles, chosen, alone, checkpoints), None, per)
+            begun = time.monotonic()
+            parts = self._attributed(*self._asked(singles, chosen, alone, checkpoints), None, per, begun)
             self._last = replace(last, scored=with_token_scores(scored, parts))
             return self._last.scored
 
     def _attributed(
-        self, method: AnyMethod, question: Question, top_k: int | None, per: Literal["target", "train"]
+        self, method: AnyMethod, question: Question, top_k: int | None, per: Literal["target", "train"], begun: float
     ) -> HFDataset:
-        """Attach the columns of the answer, and remember the result."""
-        begun, features = time.monotonic(), self.features
+        """Attach the columns of the answer, and remember the result. The time is counted from `begun` on."""
+        features = self.features
         found = answer(features, question, method, top_k, per)
         if features.processes.is_main_process:
             say(
@@ -644,7 +645,8 @@ class TrakAttributor:
         Raises:
             ValueError: there are fewer than 3 targets.
             IncompleteStoreError: nothing is featurized yet, or the run has no record.
-            HfTrakError: the run cannot be replayed.
+            HfTrakError: the run cannot be replayed, its replay has signs that its scores are wrong, or no method
+                agrees with it.
             StoreError: the record is damaged, or the choice cannot be written.
         """
         return calibrate(self.features, eval_dataset, targets, by)

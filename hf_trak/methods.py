@@ -190,7 +190,7 @@ class Replay:
                 raise ValueError(f"`{name}` of a replay is {getattr(self, name)!r}. Expected one of {list(words)}.")
         for name in ("rows", "steps"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name, 1, type_error=ValueError))
-        if not 0 < self.hessian_share <= 1:
+        if not isinstance(self.hessian_share, int | float) or not 0 < self.hessian_share <= 1:
             raise ValueError(f"`hessian_share` is {self.hessian_share!r}. Expected a part of the rows in (0, 1].")
         if not 0 <= self.smoothing < float("inf"):
             raise ValueError(f"`smoothing` is {self.smoothing!r}. Expected a finite number of at least 0.")

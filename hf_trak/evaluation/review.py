@@ -200,7 +200,8 @@ def doubted_labels(
     """Find training rows whose label other training rows do not confirm, as targets of whole gradients.
 
     The same rule is tried on validation rows, whose labels are taken to be right. A warning says when so many of these
-    are doubted that the labels of many doubted rows are right, too.
+    are doubted that the labels of many doubted rows are right, too. It may be more of them: rows that harm are harder
+    than rows of the validation set.
 
     Args:
         features (`FeaturizedModel`):
@@ -214,7 +215,7 @@ def doubted_labels(
 
     Returns:
         Those of `rows` to which another label fits better, and that label; empty without a column of labels. And the
-        share of them whose label is right, as far as validation rows tell.
+        share of them whose label is right, as far as validation rows tell: 1 if these have no such labels.
 
     Raises:
         All that exact scores raise.
@@ -235,11 +236,11 @@ def doubted_labels(
     doubted = {int(rows[one]): labels.values[other] for one, other in found.items()}
     controls = _controls(eval_dataset, column, labels)
     if not doubted or not len(controls):
-        return doubted, 0.0
-    places = [labels.values.index(value) for value in controls[column]]
+        return doubted, float(bool(doubted))
+    places = [labels.values.index(value) for value in controls.with_format(None)[column]]
     sums, _ = sums_of(controls, np.full(len(controls), -1))
     false = len(wrong_labels(sums, np.zeros(len(controls)), places))
-    expected = (false + 1) / (len(controls) + 2) * len(rows)  # Laplace's rule of succession, of few rows
+    expected = (false + 1) / (len(controls) + 2) * len(rows) if false else 0.0  # Laplace's rule, for few rows
     share = min(1.0, expected / len(doubted))
     if share > MOST_FALSE_DOUBTS:
         features.warn_once(

@@ -151,11 +151,11 @@ class PatchResult(Result):
         low, high = min(self.random), max(self.random)
         if not self.has_effect:
             inside = low <= self.change <= high
-            effect, more = ("No effect", "not more") if inside else ("No clear effect", "more")
+            effect, beside = ("No effect", "inside") if inside else ("No clear effect", "outside")
             needed = "" if inside else f", and would have to be {SPREADS:g}"
             return (
-                f"{effect}: training on these rows changes the target's output by {self.change:+.2g}, which is {more} "
-                f"than random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread{needed}). "
+                f"{effect}: training on these rows changes the target's output by {self.change:+.2g}, {beside} of what "
+                f"random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread{needed}). "
                 "Verify more rows at once, or those of a method that `recommend` has better figures for."
             )
         word = "raises" if self.change > 0 else "lowers"

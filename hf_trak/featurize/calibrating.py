@@ -20,7 +20,6 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price
 from hf_trak.featurize.question import Question
-from hf_trak.featurize.replaying import ReplayScores
 from hf_trak.methods import AnyMethod, Exact, Index, Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.runtime.checks import checked_int
@@ -74,10 +73,10 @@ def calibrate(model: FeaturizedModel, eval_dataset: Any, targets: int, by: Repla
         "Calibrating with %d targets: %s row passes%s to replay them, and at most as many for other methods.",
         asked.m, f"{allowed:,}", time,
     )  # fmt: skip
-    if planned(model, last, by).warnings:
+    if doubts := planned(model, last, by).warnings:
         raise HfTrakError(
-            f"The replay of {last.title} has signs that its scores are wrong, which a warning names. Expected none in "
-            "a replay that judges other methods. Record a run that is not as hot, or compare methods by retraining."
+            f"The replay of {last.title} has signs that its scores are wrong ({doubts[0].split('. ')[0]}). Expected "
+            "none in a replay that judges other methods. Follow its warning, or compare methods by retraining."
         )
     replayed = _table(model, last, by, own)
     tables = {method: _table(model, asked, method, own) for method in methods}
@@ -120,17 +119,7 @@ def _affordable(model: FeaturizedModel, question: Question, allowed: int) -> lis
 
 
 def possible(model: FeaturizedModel, method: AnyMethod) -> bool:
-    """Tell whether a model and its task have scores by a method, as far as that is known beforehand.
-
-    A recipe takes a trainer that has trained in this process: of others nobody knows whether they made the weights.
-    """
-    if isinstance(method, Replay):
-        if model.trainer is None or not model.trainer.state.global_step:
-            return False
-        try:
-            return ReplayScores(model, method).run.steps <= method.steps
-        except (HfTrakError, TypeError, ValueError):
-            return False
+    """Tell whether a model and its task have exact scores by a method, as far as that is known beforehand."""
     if not isinstance(method, Exact):
         return True
     if method.curvature == "hybrid" and model.args.projection == "factored":

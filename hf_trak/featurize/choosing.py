@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_trak.config import HESSIAN_SHARE, BudgetName
 from hf_trak.data.rows import row_count
+from hf_trak.errors import HfTrakError, StoreError
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
@@ -42,8 +43,8 @@ GAIN = 0.02
 _told = WeakKeyDictionary[FeaturizedModel, AnyMethod]()
 """What was chosen for a model the last time, which its user knows, and what would be better."""
 
-_doubted = WeakKeyDictionary[FeaturizedModel, set[str]]()
-"""Whether the run or the recipe of a model was replayed, and the scores were doubtful."""
+_doubted = WeakKeyDictionary[FeaturizedModel, float]()
+"""The part of the rows in the curvature of a replay that failed, or had signs that its scores are wrong."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def choose(
 ) -> tuple[AnyMethod, Question]:
     """Choose the method of `"auto"`, and say so. All processes call this together.
 
-    A replay is computed here, and left alone if there are signs that its scores are wrong.
+    A replay is computed here, and left alone if it fails or there are signs that its scores are wrong.
 
     Args:
         model: the featurized model.
@@ -141,7 +142,6 @@ def choose(
 
     Raises:
         StoreError: a calibration or a record is damaged.
-        All that a replay raises.
     """
     budget = model.args.budget
     calibration = read_calibration(model, question.ids)
@@ -150,9 +150,7 @@ def choose(
     found = options(model, question.m, question.ids, top_k, calibration, measure=budget != "fast")
     if per_token:
         found = replace(found, options=tuple(one for one in found.options if not _is_refined(one.method)))
-    doubted = _doubted.setdefault(model, set())
     while True:
-        found = replace(found, options=tuple(one for one in found.options if _replayed(one.method) not in doubted))
         chosen = found.within(budget)
         if model.processes.is_main_process:
             if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
@@ -163,14 +161,22 @@ def choose(
         if not isinstance(chosen.method, Replay):
             return chosen.method, question
         asked = of_replay()
-        if not planned(model, asked, chosen.method).warnings:
+        if (doubt := _doubt(model, asked, chosen.method)) is None:
             return chosen.method, asked
-        doubted.add(chosen.method.of)
-        model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone, for the reasons above.")
+        model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone: {doubt}")
+        share = _doubted[model] = chosen.method.hessian_share
+        left = [one for one in found.options if not isinstance(one.method, Replay) or one.method.hessian_share > share]
+        found = replace(found, options=tuple(left))
 
 
-def _replayed(method: AnyMethod) -> str | None:
-    return method.of if isinstance(method, Replay) else None
+def _doubt(model: FeaturizedModel, question: Question, method: Replay) -> str | None:
+    """Replay, and say what speaks against the scores, if anything does. With several processes errors are raised."""
+    try:
+        return " ".join(planned(model, question, method).warnings) or None
+    except HfTrakError as error:
+        if isinstance(error, StoreError) or model.processes.num_processes > 1:
+            raise
+        return str(error)
 
 
 def _is_refined(method: AnyMethod) -> bool:
@@ -201,8 +207,11 @@ def options(
     absent = getattr(rows, "absent", False) or getattr(rows, "remote", False)
     at_hand = not absent and model.scored_by is None  # engines read the index alone
     if at_hand and has_record(model):
-        methods.append((Replay(of="run"), 1.0, "the recorded run itself"))
-        methods.append((Replay(of="run", hessian_share=HESSIAN_SHARE), 0.9, "the recorded run, half of its curvature"))
+        runs = [
+            (Replay(of="run"), 1.0, "the recorded run itself"),
+            (Replay(of="run", hessian_share=HESSIAN_SHARE), 0.9, "the recorded run, half of its curvature"),
+        ]
+        methods += [one for one in runs if one[0].hessian_share > _doubted.get(model, 0.0)]
     if calibration is None:
         ranked = sorted(_of_banks(model, top_k, ids), key=lambda one: -one[1]) if at_hand else []
         methods += [*ranked, _of_bank(model, Index())]
@@ -225,10 +234,10 @@ def options(
 def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:
     """Return the methods with whole gradients that are better than the index on models like this one.
 
-    Beside the recipe there are none where the configuration has another curvature than theirs, a fitted one has other
-    settings, or it has to be fitted first, and memory or disk are too small for it.
+    There are none where the configuration has another curvature than theirs, a fitted one has other settings, or it
+    has to be fitted first, and memory or disk are too small for it.
     """
-    methods: list[AnyMethod] = [Replay(), Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
+    methods: list[Exact | Rerank] = [Exact("hybrid"), Exact("ekfac"), Exact("ekfac", "cg")]
     if top_k is not None and "draws" not in model.store.config.get("collation", {}):
         methods.append(Rerank(max(Rerank.rows, top_k), "ekfac"))
     index = _of_bank(model, Index())[1]
@@ -241,9 +250,8 @@ def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int])
         there = fitted(model, Exact("ekfac"), checkpoints)
         return there is not None and (there or not shortages(model))
 
-    recipes = [one for one in better if isinstance(one[0], Replay)]
-    open_to_all = len(better) > len(recipes) and model.processes.broadcast_from_main(at_hand)
-    return better if open_to_all else recipes
+    open_to_all = bool(better) and model.processes.broadcast_from_main(at_hand)
+    return better if open_to_all else []
 
 
 def _of_bank(model: FeaturizedModel, method: AnyMethod) -> tuple[AnyMethod, float, str]:
@@ -269,7 +277,7 @@ def kind_of(model: FeaturizedModel) -> str:
 
 def of_banks(method: AnyMethod, kind: str) -> list[float]:
     """Return the linear datamodeling scores of a method on the banks of one kind. Reranking has those of EK-FAC."""
-    name = "replayed recipe" if isinstance(method, Replay) else "index"
+    name = "index"
     if isinstance(method, Exact | Rerank):
         name = "exact, hybrid" if method.curvature == "hybrid" else "exact, EK-FAC"
         name = name if method.refine is None else "exact, refined"

@@ -42,7 +42,7 @@ from hf_trak.store.shards import ShardPlan
 from hf_trak.trajectory.hyperparameters import Hyperparameters, hyperparameters
 from hf_trak.trajectory.recipe import GradientMoments, rows_of_products, spans, walked_back
 
-REPLAY_VERSION = 1
+REPLAY_VERSION = 2
 """Raised whenever the same inputs give other replayed targets. It is part of their identity."""
 
 PARTS = 8

@@ -189,7 +189,7 @@ class RunReplay:
         }
 
     def _found(self, question: Question, method: Replay) -> SweepResult:
-        """Return what the sweeps of all targets found, with a share that is chosen."""
+        """Return what the sweeps of all targets found."""
         place, digest = self._place(question, self._identity(question, method))
         planned = [
             [(part, self._targets_of(place / f"targets-{part.start:06d}-{part.stop:06d}", part, {"replay": digest}))]

@@ -308,6 +308,7 @@ def effects_of_training(
     if method == "auto" and plan.warnings:  # of a replay
         chosen, doubts = Exact("ekfac"), " ".join(plan.warnings)
         text = f"The recorded run is left alone, since its scores are doubtful, and EK-FAC is taken. {doubts}"
+        passes += price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
         plan = replace(planned(features, question, chosen), warnings=(text,))
     scores = torch.cat([block[:, 0].double() for _, _, block in plan.blocks]).numpy()
     seconds, settings = time.monotonic() - begun, dict[str, float]()

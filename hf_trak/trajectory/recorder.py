@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.gradient_computers.layout import ParameterLayout
-from hf_trak.runtime.sharding import tensor_parallel_ranks
+from hf_trak.runtime.sharding import fsdp_modules, tensor_parallel_ranks
 from hf_trak.runtime.zero import is_zero
 from hf_trak.trajectory.dropout import dropout_of, random_state
 from hf_trak.trajectory.hyperparameters import membership, optimizer_groups
@@ -270,6 +270,11 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
         raise HfTrakError(
             "Tensor parallelism or ZeRO-3 divides the parameters over processes, or the batch is divided over devices "
             f"of one. Expected one device for each process, with the whole model or its part of FSDP2. {_LEAVE_OUT}"
+        )
+    if args.bf16 and fsdp_modules(model):
+        raise HfTrakError(
+            "`bf16` is set for a model that FSDP2 divides, which rounds other numbers than a whole model does with "
+            f"`bf16`. Expected float32. {_LEAVE_OUT}"
         )
     if args.fp16:
         raise HfTrakError(

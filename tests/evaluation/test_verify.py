@@ -365,7 +365,9 @@ def test_verdicts() -> None:
     assert result(change=0.1).verdict.startswith("No effect") and "more rows at once" in result(change=0.1).verdict
     weak = result(change=0.3)
     assert not weak.has_effect and weak.verdict.startswith("No clear effect")
-    assert "is more than random rows do (-0.1 to +0.1; 3.7 times their spread, and would have to be 5)" in weak.verdict
+    assert (
+        "outside of what random rows do (-0.1 to +0.1; 3.7 times their spread, and would have to be 5)" in weak.verdict
+    )
     # three spreads away, but within what random rows do
     assert not result(change=0.9, random=(1.0, *[0.0] * 30)).has_effect
     # random rows that change nothing at all: rounding is no effect

@@ -132,21 +132,13 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     assert taken([0]) == [Index()]
 
 
-@pytest.mark.parametrize("of", ["run", "recipe"])
-def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, of: str, caplog, monkeypatch) -> None:
+def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, caplog, monkeypatch) -> None:
     """It is computed once, warned of once, and not tried again for other targets."""
-    run = recorded(tmp_path) if of == "run" else trainer(tmp_path)
-    if of == "recipe":
-        run.train()
-        monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.9 if isinstance(method, Replay) else 0.1])
-    attributor = TrakAttributor.from_trainer(run, config(tmp_path, budget="best")).featurize()
+    attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path, budget="best")).featurize()
     believed = scores_of(attributor, top_k=5)
-    assert np.array_equal(believed, scores_of(attributor, top_k=5, method=Replay(of=of)))
-    place = "hf_trak.trajectory.guards.GROWTH" if of == "run" else "hf_trak.featurize.replaying.LARGEST_GROWTH"
-    monkeypatch.setattr(place, 0.0)
+    assert np.array_equal(believed, scores_of(attributor, top_k=5, method=Replay(of="run")))
+    monkeypatch.setattr("hf_trak.trajectory.guards.GROWTH", 0.0)
     monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
-    if of == "recipe":
-        monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.9 if isinstance(method, Replay) else 0.1])
     for targets in (TARGETS, TARGETS.select([1, 0])):
         found = np.array(attributor.attribute(targets, top_k=5)["trak_scores"][:])
         index = attributor.attribute(targets, top_k=5, method="index")
