@@ -37,12 +37,12 @@ METHODS: dict[str, Any] = {
     "EK-FAC": Exact("ekfac"),
     "hybrid": Exact("hybrid"),
     "recipe": Replay(),
-    "plain": Replay(of="run", smoothing=0.0, hessian_share=1.0),
-    "recorded": Replay(of="run", hessian_share=1.0),
-    "default": Replay(of="run"),
-    "epochs": Replay(of="run", name="checkpoints"),
+    "plain": Replay(of="run", smoothing=0.0),
+    "recorded": Replay(of="run"),
+    "half": Replay(of="run", hessian_share=0.5),
+    "epochs": Replay(of="run", name="checkpoints", hessian_share=0.5),
 }
-SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "default", "epochs", "recipe")
+SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "half", "epochs", "recipe")
 
 
 # -- the truth --------------------------------------------------------------------------------------------------------

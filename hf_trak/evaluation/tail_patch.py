@@ -154,8 +154,8 @@ class PatchResult(Result):
             effect, beside = ("No effect", "inside") if inside else ("No clear effect", "outside")
             needed = "" if inside else f", and would have to be {SPREADS:g}"
             return (
-                f"{effect}: training on these rows changes the target's output by {self.change:+.2g}, {beside} of what "
-                f"random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread{needed}). "
+                f"{effect}: training on these rows changes the target's output by {self.change:+.2g}, {beside} of "
+                f"what random rows do ({low:+.2g} to {high:+.2g}; {abs(self.ratio):.1f} times their spread{needed}). "
                 "Verify more rows at once, or those of a method that `recommend` has better figures for."
             )
         word = "raises" if self.change > 0 else "lowers"
