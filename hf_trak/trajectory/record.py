@@ -27,7 +27,6 @@ from hf_trak.store.sealed import Finding, content_digest, create_sealed, read_se
 from hf_trak.store.shards import TensorSpec, read_header, read_tensors, write_tensors
 from hf_trak.store.verification import judged
 from hf_trak.trajectory.hyperparameters import Hyperparameters
-from hf_trak.weights.sharded import whole
 
 RECORD_FILE = "record.json"
 
@@ -94,6 +93,8 @@ def trained_weights(parameters: dict[str, Tensor], layout: ParameterLayout) -> T
 
     All processes call this together where the weights are divided over them.
     """
+    from hf_trak.weights.sharded import whole  # `hf-trak inspect` reads records, and loads no processes
+
     values = [parameters[name].detach() for name in layout.names]
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     return torch.cat([whole(value).reshape(-1).to("cpu", dtype) for value in values])
