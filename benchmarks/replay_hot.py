@@ -35,7 +35,7 @@ from hf_trak.evaluation import (
 from hf_trak.report import training_report
 
 ROWS, WRONG, RETRAININGS = 400, 20, 16
-RUNS = {"hot": (3e-3, 8), "cool": (1e-3, 3)}
+RUNS = {"hot": (1e-2, 8), "cool": (3e-3, 8)}
 METHODS: dict[str, Any] = {
     "index": "index",
     "EK-FAC": Exact("ekfac"),
