@@ -194,10 +194,10 @@ class TrainingReport(Result):
 
     @property
     def rough_doubts(self) -> str:
-        """Say that labels of validation rows are doubted, too; empty if few are."""
+        """Say how many doubted labels may be right; empty if few are."""
         if self.false_doubts <= MOST_FALSE_DOUBTS:
             return ""
-        return f"Validation rows are doubted, too: by these, {self.false_doubts:.0%} of the doubted labels are right."
+        return f"As far as validation rows tell, up to {self.false_doubts:.0%} of the doubted labels are right."
 
     @property
     def price(self) -> str:
