@@ -13,7 +13,7 @@ from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
 from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor, TrakConfig
-from hf_trak.errors import ConfigMismatchError
+from hf_trak.errors import ConfigMismatchError, NonFiniteError
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
 from hf_trak.featurize.pricing import Price, fitted, price
@@ -145,6 +145,18 @@ def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, c
         assert np.array_equal(found, np.array(index["trak_scores"][:]))
     warned = [one.getMessage() for one in caplog.records if one.name == "hf_trak.featurize.featurized"]
     assert len(warned) == 2 and "grew" in warned[0] and "leaves Replay(" in warned[1]
+
+
+def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypatch) -> None:
+    attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path, budget="best")).featurize()
+
+    def failed(*given: Any) -> None:
+        raise NonFiniteError("The derivatives are NaN.")
+
+    monkeypatch.setattr(choosing, "planned", failed)
+    monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
+    assert np.array_equal(scores_of(attributor, top_k=5), scores_of(attributor, top_k=5, method="index"))
+    assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text
 
 
 @pytest.mark.parametrize("draws", [1, 2])
