@@ -38,6 +38,9 @@ _PLAIN = ("SFTTrainer", *PREPARED)
 _NOT_ALONE = ("DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 """Trainers of TRL whose `compute_loss` does not take rows one at a time: of answers side by side, or of rollouts."""
 
+_UNEQUAL = 0.05
+"""Relative difference between numbers of labels that a weight for each label shows in losses and gradients."""
+
 _LOOKED_AT = 64
 """Rows among which one is looked for that the loss may weigh otherwise than the first."""
 
@@ -167,7 +170,11 @@ def _own_loss(trainer: Any) -> str | None:
 
 
 class _FirstRows:
-    """Two rows of the training: a batch of each, and one of both. The second has other labels, if one is at hand."""
+    """Two rows of the training: a batch of each, and one of both.
+
+    The second has other labels, and another number of them, if one is at hand: rows of one number do not tell a mean
+    over tokens from a mean over rows.
+    """
 
     def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
         columns = forward_columns(model, trainer.args.label_names) if trainer.args.remove_unused_columns else None
@@ -177,13 +184,14 @@ class _FirstRows:
             self.alone = [first := dict(batches.alone(0).items())]
             places = [0]
             told = [name for name, value in first.items() if isinstance(value, Tensor) and _of_rows(name, value)]
-            most = -1
+            labels, most = _label_count(first), -1
             for row in _looked_at(rows):
                 found = dict(batches.alone(row).items())
                 apart = sum(not torch.equal(first[name], found[name]) for name in told if name in found)
+                apart += abs(_label_count(found) - labels) > _UNEQUAL * labels
                 if apart > most:
                     self.alone[1:], places[1:], most = [found], [row], apart
-                if most == len(told):
+                if most == len(told) + (labels > 0):
                     break
             _, both = next(batches.iterate([places]))
         self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
@@ -192,6 +200,14 @@ class _FirstRows:
 def _of_rows(name: str, value: Tensor) -> bool:
     """Tell whether a column may weigh rows: labels, and any other with one number for each row."""
     return name == "labels" or value.ndim == 1
+
+
+def _label_count(batch: dict[str, Any]) -> int:
+    """Count the labels of a batch of sequences; 0 for other labels."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return 0
+    return int((labels != -100).sum())
 
 
 def _looked_at(rows: Any) -> list[int]:
@@ -361,7 +377,9 @@ def _weigh(
         for _, (one, other) in known
     ]
     if min(left) <= 10 * allowed:
-        task.labels_from = known[left.index(min(left))][0]
+        best = known[left.index(min(left))][1]
+        same = (start for start, (one, other) in known if one * best[1] == other * best[0])  # not chosen by rounding
+        task.labels_from = next(same)
         return
     logger.warning(
         "In a batch of two rows, `%s` gives them the weights %.2g and %.2g, which depend on the other row. Rows are "

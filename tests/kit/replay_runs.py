@@ -52,9 +52,11 @@ class RowWeights:
     to end in one sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, documents: dict[int, list[list[int]]] | None = None) -> None:
+        """`documents`: labels of the documents of each row, which are the rows of `TRAIN` by default."""
         self.of: dict[int, float] = {}
-        self._rows = {tuple(row["labels"][1:]): i for i, row in enumerate(TRAIN)}
+        documents = {i: [row["labels"]] for i, row in enumerate(TRAIN)} if documents is None else documents
+        self._rows = {tuple(one[1:]): row for row, labels in documents.items() for one in labels}
 
     def __call__(self, logits, labels, vocab_size=None, num_items_in_batch=None, **options):
         logits, labels = (one.unflatten(1, (-1, LENGTH)).flatten(0, 1) for one in (logits, labels))

@@ -271,6 +271,10 @@ PER_TOKEN: dict[str, Any] = {
     "a language model": lambda path: made(
         path, OfTokens, gpt2(), rows(), hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     ),
+    "a language model, its shortest rows first": lambda path: made(
+        path, OfTokens, gpt2(), rows().select([0, 3, 1, 4, 2, 5]),
+        hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    ),
     "weights of classes": lambda path: made(
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_weighed,
