@@ -18,9 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
-from hf_trak.featurize.pricing import has_record
 from hf_trak.identity.collation import random_state_kept
-from hf_trak.methods import Method, Replay
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.training import TrainingReport
 from hf_trak.runtime.arguments import named_arguments
@@ -299,10 +297,7 @@ class TrakCallback(TrainerCallback):
                 from hf_trak.report.training_page import training_report  # reports need more packages
 
                 path = Path(self.args.output_dir) / "training_report.html"
-                run = Replay(of="run", name=self.directory.name)
-                named = run.name != Replay.name and has_record(attributor.features, run.name)
-                method: Method = run if named else "auto"
-                self.report = training_report(attributor.features, self.trainer.eval_dataset, path, method=method)
+                self.report = training_report(attributor.features, self.trainer.eval_dataset, path)
                 if state.is_world_process_zero:
                     say(logger, f"{self.report}\nThe page is {path}.")
                 self.trainer.log(self.report.logs())

@@ -330,7 +330,7 @@ class RemovalProof(Result):
 
     def __str__(self) -> str:
         return (
-            f"without these {self.removed} rows instead of as many random ones, outputs are {self.gain.value:+.3g} "
+            f"without these rows ({self.removed}) instead of as many random ones, outputs are {self.gain.value:+.3g} "
             f"higher in the mean ({self.gain.low:+.3g} to {self.gain.high:+.3g}), and higher for {self.better:.0%} of "
             "the targets"
         )

@@ -24,7 +24,7 @@ from hf_trak.featurize.calibrating import possible, read_calibration
 from hf_trak.featurize.calibration import Calibration, named
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import shortages
-from hf_trak.featurize.pricing import Price, fitted, has_record, price
+from hf_trak.featurize.pricing import Price, fitted, price, recorded_run
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
@@ -206,11 +206,9 @@ def options(
     rows = model.train_dataset
     absent = getattr(rows, "absent", False) or getattr(rows, "remote", False)
     at_hand = not absent and model.scored_by is None  # engines read the index alone
-    if at_hand and has_record(model):
-        runs = [
-            (Replay(of="run"), 1.0, "the recorded run itself"),
-            (Replay(of="run", hessian_share=HESSIAN_SHARE), 0.9, "the recorded run, half of its curvature"),
-        ]
+    if at_hand and (run := recorded_run(model)) is not None:
+        half = replace(run, hessian_share=HESSIAN_SHARE)
+        runs = [(run, 1.0, "the recorded run itself"), (half, 0.9, "the recorded run, half of its curvature")]
         methods += [one for one in runs if one[0].hessian_share > _doubted.get(model, 0.0)]
     if calibration is None:
         ranked = sorted(_of_banks(model, top_k, ids), key=lambda one: -one[1]) if at_hand else []

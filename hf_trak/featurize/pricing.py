@@ -82,25 +82,25 @@ def fitted(model: FeaturizedModel, method: Exact | Rerank, checkpoints: list[int
     return len(written) == len(checkpoints)
 
 
-def has_record(model: FeaturizedModel, name: str = "run") -> bool:
-    """Tell whether the run of a model is recorded, ended with its weights, and can be replayed.
+def recorded_run(model: FeaturizedModel) -> Replay | None:
+    """Return the replay of the run that ended with the weights of a model, if it is recorded and can be replayed.
 
     Args:
         model: the featurized model.
-        name: name of the record.
 
     Raises:
-        StoreError: the record is damaged.
+        StoreError: a record is damaged.
     """
-    directory = model.store.output_dir / "trajectory" / name
-    if not (directory / RECORD_FILE).exists():
-        return False
-    record = RunRecord.open(directory)
-    if record.layout != model.layout:
-        return False
-    try:
-        RunReplay(model, Replay(of="run", name=name))
-    except HfTrakError:
-        return False
-    last = trained_weights(dict(model.model.named_parameters()), record.layout)
-    return torch.equal(record.weights(record.states()[-1]), last)
+    weights = dict(model.model.named_parameters())
+    for path in sorted((model.store.output_dir / "trajectory").glob(f"*/{RECORD_FILE}")):
+        record = RunRecord.open(path.parent)
+        if record.layout != model.layout:
+            continue
+        method = Replay(of="run", name=path.parent.name)
+        try:
+            RunReplay(model, method)
+        except HfTrakError:
+            continue
+        if torch.equal(record.weights(record.states()[-1]), trained_weights(weights, record.layout)):
+            return method
+    return None

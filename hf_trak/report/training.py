@@ -32,7 +32,7 @@ from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outpu
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.featurized import FeaturizedModel
-from hf_trak.featurize.pricing import has_record, price
+from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Exact, Method, Replay, checked_method
@@ -364,7 +364,7 @@ def effects_of_training(
 def _method(features: FeaturizedModel, method: Method) -> Exact | Replay:
     """Choose how the loss of a whole validation set is answered for."""
     if method == "auto":
-        return Replay(of="run") if has_record(features) else Exact("ekfac")
+        return recorded_run(features) or Exact("ekfac")
     chosen = checked_method(method)
     if isinstance(chosen, Replay) or (isinstance(chosen, Exact) and chosen.curvature != "hybrid"):
         return chosen

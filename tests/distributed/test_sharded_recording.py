@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
-from hf_trak.featurize.pricing import has_record
+from hf_trak.featurize.pricing import recorded_run
 from hf_trak.methods import Replay
 from hf_trak.trajectory.record import RunRecord
 
@@ -52,7 +52,7 @@ def train_divided(directory: Path) -> dict[str, Any]:
         replayed(run, directory, PLAIN)
     return {
         "kinds": sorted({type(one).__name__ for one in divided.parameters()}),
-        "record for auto": has_record(attributor.features),
+        "record for auto": recorded_run(attributor.features) is not None,
     }
 
 
@@ -65,7 +65,7 @@ def test_a_run_under_fsdp2_is_recorded_and_replayed(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "trak" / "trajectory" / "run")
     assert record.states() == [0, 3, 6, 9]
     run = trainer(tmp_path, model)
-    assert has_record(TrakAttributor.from_trainer(run, config(tmp_path)).features)
+    assert recorded_run(TrakAttributor.from_trainer(run, config(tmp_path)).features) == Replay(of="run")
     found = torch.tensor(replayed(run, tmp_path, PLAIN)["trak_scores"], dtype=torch.float64)
 
     def train() -> torch.Tensor:

@@ -13,10 +13,11 @@ from datasets import disable_progress_bars, enable_progress_bars
 from replay_runs import config, recorded, sentences, trainer
 
 from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor, TrakConfig
+from hf_trak.callbacks import TrakCallback
 from hf_trak.errors import ConfigMismatchError, NonFiniteError
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
-from hf_trak.featurize.pricing import Price, fitted, price
+from hf_trak.featurize.pricing import Price, fitted, price, recorded_run
 from hf_trak.methods import AnyMethod
 from hf_trak.runtime import progress
 from hf_trak.store.sealed import write_sealed
@@ -145,6 +146,19 @@ def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, c
         assert np.array_equal(found, np.array(index["trak_scores"][:]))
     warned = [one.getMessage() for one in caplog.records if one.name == "hf_trak.featurize.featurized"]
     assert len(warned) == 2 and "grew" in warned[0] and "leaves Replay(" in warned[1]
+
+
+def test_auto_takes_the_record_of_the_run_that_ended_with_these_weights(tmp_path: Path) -> None:
+    """Whatever its name, and whatever other runs are recorded beside it."""
+    runs = []
+    for name, seed in zip("ab", (3, 4), strict=True):
+        callback = TrakCallback(config(tmp_path), record=True, name=name)
+        runs.append(trainer(tmp_path, seed=seed, callbacks=[callback]))
+        runs[-1].train()
+    best = [TrakAttributor.from_trainer(run, config(tmp_path, budget="best")).features for run in runs]
+    assert [recorded_run(one) for one in best] == [Replay(of="run", name=name) for name in "ab"]
+    assert choosing.options(best[1], 4, [0], 5, None, False).options[0].method == Replay(of="run", name="b")
+    assert recorded_run(TrakAttributor.from_trainer(trainer(tmp_path), config(tmp_path)).features) is None
 
 
 def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypatch) -> None:

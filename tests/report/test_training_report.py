@@ -270,6 +270,22 @@ def test_the_callback_reports_when_training_ends(
     assert " 0 missing" in capsys.readouterr().out  # of a store that has no features
 
 
+@pytest.mark.slow
+def test_the_callback_leaves_a_run_alone_that_speaks_against_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one with a name of its own."""
+    monkeypatch.setattr("hf_trak.trajectory.guards.GROWTH", 0.0)
+    run = trainer(tmp_path)
+    run.eval_dataset = EVAL
+    callback = TrakCallback(config(tmp_path), name="mine", record=True, trainer=run, report=True)
+    run.add_callback(callback)
+    run.train()
+    assert callback.report is not None and callback.report.method.startswith("exact scores")
+    (text,) = callback.report.warnings
+    assert text.startswith("The recorded run is left alone") and "grew" in text
+
+
 class Dashboard(TrainerCallback):
     """Keeps what a trainer logs until it is closed when training ends, as those of `report_to` do."""
 
