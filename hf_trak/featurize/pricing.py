@@ -91,7 +91,7 @@ def recorded_run(model: FeaturizedModel) -> Replay | None:
     Raises:
         StoreError: a record is damaged.
     """
-    weights = dict(model.model.named_parameters())
+    weights: dict[str, torch.Tensor] = dict(model.model.named_parameters())
     for path in sorted((model.store.output_dir / "trajectory").glob(f"*/{RECORD_FILE}")):
         record = RunRecord.open(path.parent)
         if record.layout != model.layout:
