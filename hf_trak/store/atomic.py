@@ -83,7 +83,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         StoreError: the file cannot be written.
     """
     with explained(path), _temporary_directory(path.parent) as directory:
-        temporary = _create_temporary(directory)
+        temporary = directory / temporary_name()
+        _create_empty(temporary)
         mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         os.chmod(temporary, mode)
@@ -125,13 +126,11 @@ def temporary_file(directory: Path) -> Iterator[Path]:
     Raises:
         StoreError: the file cannot be created.
     """
-    with explained(directory):
-        temporary = _create_temporary(directory)
-    try:
+    temporary = directory / temporary_name()
+    with _removed(temporary):
+        with explained(directory):
+            _create_empty(temporary)
         yield temporary
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -283,12 +282,28 @@ def remove_stale_temporaries(directory: Path) -> None:
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
     path = directory / temporary_name()
-    with explained(directory):
-        path.mkdir(parents=True)
-    try:
+    with _removed(path):
+        with explained(directory):
+            path.mkdir(parents=True)
         yield path
-    finally:
+
+
+@contextlib.contextmanager
+def _removed(path: Path) -> Iterator[None]:
+    """Remove a file or directory when the block ends, also where Ctrl-C comes while it is created or removed."""
+
+    def remove() -> None:
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    try:
+        yield
+    finally:
+        try:
+            remove()
+        finally:
+            remove()
 
 
 def _moved(directory: Path, place: Path) -> bool:
@@ -311,12 +326,10 @@ def _exchanged(first: Path, second: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
-def _create_temporary(directory: Path) -> Path:
-    """Create an empty file under a new name, with the permissions that the umask asks for."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / temporary_name()
+def _create_empty(path: Path) -> None:
+    """Create an empty file, with the permissions that the umask asks for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    return path
 
 
 def _create_without_links(temporary: Path, path: Path) -> bool:

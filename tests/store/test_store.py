@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import stat
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +23,14 @@ from hf_trak.errors import (
     StoreError,
 )
 from hf_trak.store.atomic import (
-    _create_temporary,
     atomic_directory,
     atomic_path,
     create_bytes,
     leftovers,
     remove_stale_temporaries,
     safe_name,
+    temporary_name,
+    write_bytes,
 )
 from hf_trak.store.sealed import sealed_bytes
 from hf_trak.store.shard_set import ShardSet
@@ -417,7 +420,9 @@ def fill_many(directory: Path) -> None:
 
 
 def temporary_in(directory: Path) -> str:
-    return str(_create_temporary(directory))
+    path = directory / temporary_name()
+    create_bytes(path, b"")
+    return str(path)
 
 
 @pytest.mark.slow
@@ -457,6 +462,36 @@ def test_temporary_files_of_the_writing_library_are_found_and_cleaned(tmp_path: 
         os.utime(path, (0, 0))
     remove_stale_temporaries(tmp_path / "store")
     assert not list((tmp_path / "store").iterdir())
+
+
+def write_directory(path: Path, data: bytes) -> None:
+    with atomic_directory(path) as directory:
+        (directory / "file").write_bytes(data)
+
+
+INTERRUPTED = [
+    *((write_directory, place, call) for place, call in ((Path, "mkdir"), (shutil, "rmtree"))),
+    *((write_bytes, place, call) for place, call in ((Path, "mkdir"), (os, "open"), (shutil, "rmtree"))),
+    *((create_bytes, place, call) for place, call in ((os, "open"), (os, "link"), (Path, "unlink"))),
+]
+
+
+@pytest.mark.parametrize(("write", "place", "call"), INTERRUPTED)
+def test_ctrl_c_leaves_no_temporary_files(write: Any, place: Any, call: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its handler runs when a call of the system returns."""
+    original, interrupted = getattr(place, call), list[Path]()
+
+    def returns_interrupted(path: Any, *given: Any, **options: Any) -> Any:
+        found = original(path, *given, **options)
+        if not interrupted and "hf_trak-tmp" in str(path):
+            interrupted.append(path)
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(place, call, returns_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "written", b"content")
+    assert interrupted and [one.name for one in tmp_path.iterdir()] in ([], ["written"])
 
 
 def test_files_of_dead_processes_are_ignored_and_cleaned(tmp_path):
