@@ -7,6 +7,7 @@ only other rows, or conditions that the probed rows do not meet (such as a text 
 
 import dataclasses
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ MIN_COLLATIONS, MAX_COLLATIONS, SPARE_SECONDS = 4, 20, 0.2
 little time."""
 
 _PLAIN, _MOST_BITS = {torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32}, 2**20
+
+_OF_A_ROW = re.compile(r"row (?P<number>\d+)\.(?P<column>.*)")
+"""Columns of rows that are collated alone, as `RowBatches` describes them."""
 
 _SIGNS_KEY = 0x68665F7472616B
 _CHUNK = 1 << 16
@@ -87,16 +91,23 @@ def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> lis
     if saved["rows"] != given["rows"]:
         return [f"rows: saved {saved['rows']}, given {given['rows']}"]
     before, after = saved["columns"], given["columns"]
-    lines = []
+    lines, alone = list[str](), dict[str, dict[int, str]]()
     for path in [*before, *(path for path in after if path not in before)]:
         first, second = before.get(path), after.get(path)
         if first is None or second is None or _kind(first) != _kind(second):
-            lines.append(f"{path}: saved {_kind(first)}, given {_kind(second)}")
-            continue
-        changed, relative = _changed_items(first, second)
-        if changed:
+            changed, said = [0], f"saved {_kind(first)}, given {_kind(second)}"
+        else:
+            changed, relative = _changed_items(first, second)
             size = f", by about {relative:.1g} of their norm" if relative else ""
-            lines.append(f"{path}: other values{_of_rows(changed, first, saved['rows'])}{size} ({_kind(first)})")
+            said = f"other values{_of_rows(changed, first, saved['rows'])}{size} ({_kind(first)})"
+        if changed and (row := _OF_A_ROW.fullmatch(path)):
+            alone.setdefault(row["column"], {})[int(row["number"])] = said
+        elif changed:
+            lines.append(f"{path}: {said}")
+    for column, rows in alone.items():
+        said = next(iter(rows.values())) if len(set(rows.values())) == 1 else "other values"
+        every = " (in another order, or from another transform or collator?)" if [*rows] == saved["rows"] else ""
+        lines.append(f"{column}: {said} in the rows {[*rows]}{every}")
     return lines
 
 

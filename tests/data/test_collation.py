@@ -151,6 +151,21 @@ def test_one_changed_row_of_a_flat_batch_is_seen() -> None:
     ]
 
 
+def test_rows_that_are_collated_alone_have_a_line_for_each_column() -> None:
+    def each(dataset: Dataset, **more: Any) -> Collate:
+        return lambda rows: {
+            f"row {row}": {**tokenizer()(dataset[row]["text"], return_tensors="pt"), **more} for row in rows
+        }
+
+    every = "in the rows [0, 1, 2, 3, 5, 9] (in another order, or from another transform or collator?)"
+    found = changes(each(texts()), each(texts().select(range(9, -1, -1)), more=torch.zeros(1, 2)))
+    assert found == [  # rows 2 and 7 are alike in length, the others are not
+        f"input_ids: other values {every}",
+        *(f"{name}: other values in the rows [0, 1, 3, 5, 9]" for name in ("token_type_ids", "attention_mask")),
+        f"more: saved no such column, given torch.float32 of shape (1, 2) {every}",
+    ]
+
+
 @pytest.fixture(scope="module")
 def pixels() -> torch.Tensor:
     """Six normalized images of the usual size."""
