@@ -1,6 +1,7 @@
 """The task of a trainer: that of its model where the trainer minimizes the same loss, and else `trainer_loss`."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 Task = str | AbstractModelOutput | Callable[..., Tensor]
 
-_SAME = 1e-3
-"""Relative difference up to which two losses, or gradients, are the same, in float32."""
+_SAME, _ROUNDINGS = 1e-3, 3
+"""Relative difference up to which two losses are the same, in float32 and in units of the precision of others. For
+gradients it is ten times as large."""
 
 _ERRORS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError)
 
@@ -41,8 +43,8 @@ _NOT_ALONE = ("DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 _UNEQUAL = 0.05
 """Relative difference between numbers of labels that a weight for each label shows in losses and gradients."""
 
-_LOOKED_AT = 64
-"""Rows among which one is looked for that the loss may weigh otherwise than the first."""
+_LOOKED_AT, _PROBED = 64, 8
+"""Rows among which one is looked for that the loss may weigh otherwise than the first, and rows that are compared."""
 
 _GOLDEN = 5**0.5 / 2 - 0.5
 """Fraction of all rows between two of them, at which no period of labels is hit."""
@@ -103,6 +105,8 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         )
     task = TrainerLossModelOutput(trainer, _for_targets(trainer, of, model, first))
     if first is not None:
+        if task.batch_columns and (own := _first_rows(trainer, model, rows, collator)) is not None:
+            task.own_columns = frozenset(own.alone[0])
         if reads_mode(trainer):
             _compare_modes(task, model, first)
         _check_rows(task, model, first)
@@ -170,10 +174,10 @@ def _own_loss(trainer: Any) -> str | None:
 
 
 class _FirstRows:
-    """Two rows of the training: a batch of each, and one of both.
+    """Some rows of the training: a batch of each, and one of all of them.
 
-    The second has other labels, and another number of them, if one is at hand: rows of one number do not tell a mean
-    over tokens from a mean over rows.
+    One has other labels than the first, and another number of them, if one is at hand: rows of one number do not tell
+    a mean over tokens from a mean over rows.
     """
 
     def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
@@ -181,20 +185,26 @@ class _FirstRows:
         device = next(model.parameters()).device
         with generators_kept():
             batches = RowBatches(rows, collator, columns=columns, device=device, images=ImageTokens.of(model))
-            self.alone = [first := dict(batches.alone(0).items())]
-            places = [0]
+            count = max(2, min(_PROBED, trainer.args.per_device_train_batch_size))  # no larger than in the training
+            found = {0: (first := dict(batches.alone(0).items()))}
             told = [name for name, value in first.items() if isinstance(value, Tensor) and _of_rows(name, value)]
-            labels, most = _label_count(first), -1
+            labels, most, other = _label_count(first), -1, 0
             for row in _looked_at(rows):
-                found = dict(batches.alone(row).items())
-                apart = sum(not torch.equal(first[name], found[name]) for name in told if name in found)
-                apart += abs(_label_count(found) - labels) > _UNEQUAL * labels
+                one = dict(batches.alone(row).items())
+                apart = sum(not torch.equal(first[name], one[name]) for name in told if name in one)
+                apart += abs(_label_count(one) - labels) > _UNEQUAL * labels
                 if apart > most:
-                    self.alone[1:], places[1:], most = [found], [row], apart
-                if most == len(told) + (labels > 0):
+                    other, most = row, apart
+                if len(found) < count or other == row:
+                    found[row] = one
+                if most == len(told) + (labels > 0) and len(found) >= count:
                     break
-            _, both = next(batches.iterate([places]))
-        self.both: dict[str, Any] | None = dict(both.items()) if size_of(both) == 2 else None
+            places = list(dict.fromkeys([0, other, *found]))[:count]
+            self.alone = [found[row] for row in places]
+            _, together = next(batches.iterate([places]))
+        self.together: dict[str, Any] | None = dict(together.items())
+        if len(places) < 2 or size_of(together) != len(places):
+            self.together = None
 
 
 def _of_rows(name: str, value: Tensor) -> bool:
@@ -249,15 +259,16 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows
     allowed = _allowed(model)
     for weights in ([1] * len(found), labels):  # sums over labels, or means of them
         pairs = zip(found, known, weights, strict=True)
-        ratios = [one * weight / other if other else 0.0 for one, other, weight in pairs]
-        if not abs(ratios[0] - ratios[-1]) > allowed * max(map(abs, ratios)) or not any(found):
-            return None  # also for losses that are not finite, whose rows are named when it comes to them
+        # losses that are not finite have their rows named when it comes to them
+        ratios = [one * weight / other for one, other, weight in pairs if math.isfinite(one) and other]
+        if not ratios or not max(ratios) - min(ratios) > allowed * max(map(abs, ratios)):
+            return None
     return f"rows have the losses {found}, and not {known}"
 
 
 def _allowed(model: torch.nn.Module) -> float:
     eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
-    return max(_SAME, 20 * eps)
+    return max(_SAME, _ROUNDINGS * eps)
 
 
 def _for_targets(trainer: Any, of: Any, model: torch.nn.Module, first: _FirstRows | None) -> BatchedModelOutput | None:
@@ -281,7 +292,7 @@ def _compare_modes(task: TrainerLossModelOutput, model: torch.nn.Module, first: 
     """Name a loss that is another one while the model trains, apart from what its layers do then."""
     task.bind(model)
     with evaluating(model):
-        for single in first.alone:
+        for single in first.alone[:2]:
             found = list[float]()
             for model.training in (False, True):  # of the outermost module alone: no dropout
                 found.append(float(task.computed(model, single)))
@@ -298,93 +309,100 @@ def _compare_modes(task: TrainerLossModelOutput, model: torch.nn.Module, first: 
 
 
 def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows) -> None:
-    """Compare the loss of two rows with those of each of them.
+    """Compare the loss of some rows with those of each of them.
 
     A loss may weigh the parts of a row (its tokens, beside the row itself) by what other rows have. Two copies of a
     row then have its gradient, as in no comparison of rows.
 
     Raises:
-        ValueError: the gradient of the loss of both is no sum of theirs, and the loss compares them.
+        ValueError: the gradient of the loss of all is no sum of theirs, and the loss compares them.
     """
-    both, wanted = first.both, list[Tensor]()
+    batch, wanted = first.together, list[Tensor]()
     for parameter in reversed(list(model.parameters())):
         if parameter.requires_grad and sum(p.numel() for p in wanted) + parameter.numel() <= _CHECKED_ELEMENTS:
             wanted.append(parameter)
-    if not wanted or both is None:
+    if not wanted or batch is None:
         return
     task.bind(model)
+    size = len(first.alone)
 
     def gradient(*rows: int) -> Tensor:
-        loss = task.computed(model, rows_of(both, rows, 2))
-        if not loss.requires_grad:
+        loss = task.computed(model, rows_of(batch, rows, size))
+        if not loss.requires_grad or not bool(torch.isfinite(loss)):  # such as a mean over no labels
             return torch.cat([one.new_zeros(one.numel()) for one in wanted]).cpu().double()
         found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         return torch.cat([one.flatten().cpu().double() for one in found])
 
-    def parts_of(whole: Tensor, *parts: Tensor) -> Tensor | None:
-        matrix = torch.stack(parts, 1)
-        shares = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
-        left = whole - (matrix @ shares)[:, 0]
-        return shares[:, 0] if float(left.norm()) <= 10 * _allowed(model) * float(whole.norm()) else None
-
+    allowed = 10 * _allowed(model)
     with evaluating(model), torch.enable_grad():
-        whole, apart = gradient(0, 1), [gradient(0), gradient(1)]
-        shares = parts_of(whole, *apart)
-        if shares is not None:
-            _weigh(task, both, shares, [float(one.norm()) for one in apart], _allowed(model))
-        if shares is not None or parts_of(gradient(0), apart[0]) is None:
+        alone, whole = torch.stack([gradient(row) for row in range(size)]), gradient(*range(size))
+        told = alone.any(1)  # not by rows without labels
+        shares = _shares_of(whole, alone[told], allowed)
+        if shares is not None and len(shares) > 1:
+            _weigh(task, batch, whole, alone, shares, allowed)
+        two = sorted(range(size), key=lambda row: not told[row])[:2]
+        if shares is not None or _shares_of(gradient(two[0]), alone[two[:1]], allowed) is None:
             return  # the engines name a model that draws random numbers
-        least = _SAME * float(whole.norm())
-        copies = [gradient(row, row) for row in range(2)]
+        copies = [gradient(row, row) for row in two]
+    least = _SAME * float(whole.norm())
     alike = all(
-        parts_of(copy, one) is not None and float(one.norm()) > least for copy, one in zip(copies, apart, strict=True)
+        _shares_of(copy, alone[[row]], allowed) is not None and float(alone[row].norm()) > least
+        for copy, row in zip(copies, two, strict=True)
     )
     if alike:
         logger.warning(
-            "The loss of two rows is no sum of theirs: `%s` weighs parts of a row by what else is in its batch. Rows "
+            "The loss of some rows is no sum of theirs: `%s` weighs parts of a row by what else is in its batch. Rows "
             "are attributed by their losses alone.",
             task.name,
         )
         return
     raise ValueError(
-        f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of two rows is no sum "
-        "of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
+        f"`{task.name}` compares the rows of a batch with each other: the gradient of the loss of several rows is no "
+        "sum of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
         "`task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
     )
 
 
+def _shares_of(whole: Tensor, parts: Tensor, allowed: float) -> Tensor | None:
+    """Find how often each of some gradients `(B, P)` is in a sum `(P,)`; `None` if it is another one."""
+    shares = torch.linalg.lstsq(parts.T, whole[:, None], driver="gelsd").solution[:, 0]
+    left = whole - parts.T @ shares
+    return shares if float(left.norm()) <= allowed * float(whole.norm()) else None
+
+
 def _weigh(
-    task: TrainerLossModelOutput, both: dict[str, Any], shares: Tensor, norms: list[float], allowed: float
+    task: TrainerLossModelOutput, batch: dict[str, Any], whole: Tensor, alone: Tensor, shares: Tensor, allowed: float
 ) -> None:
     """Weigh rows by their labels where a batch does so, as a mean over the tokens of a batch; warn of other weights.
 
     Args:
         task: the task, which is told.
-        both: the batch of two rows.
-        shares: how often the gradient of either is in that of the batch.
-        norms: norms of these gradients. That of a row of nearly none has any share.
-        allowed: relative difference up to which two numbers are the same.
+        batch: the batch of some rows.
+        whole: its gradient, `(P,)`.
+        alone: those of its rows, `(B, P)`; zero for a row without labels.
+        shares: how often each that is not zero is in the whole.
+        allowed: part of a gradient that may be left over.
     """
-    first, second = shares.tolist()
-    if min(norms) <= _SAME * max(norms):
-        return
-    known: list[tuple[int | None, list[int]]] = [(None, [1, 1])]
-    labels = both.get("labels")
+    known: list[tuple[int | None, Tensor]] = [(None, torch.ones(len(alone), dtype=torch.float64))]
+    labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.ndim > 1:
-        known += [(start, (labels[:, start:] != -100).flatten(1).sum(1).tolist()) for start in (0, 1)]
-    left = [
-        abs(first * other - second * one) / max(abs(first) * other, abs(second) * one, 1e-30)
-        for _, (one, other) in known
-    ]
-    if min(left) <= 10 * allowed:
+        known += [(start, (labels[:, start:] != -100).flatten(1).sum(1).cpu().double()) for start in (0, 1)]
+    left = list[float]()
+    for _, weights in known:
+        weighed = weights @ alone
+        factor = weighed @ whole / (weighed @ weighed)
+        left.append(float((whole - factor * weighed).norm() / whole.norm()))
+    if min(left) <= allowed:
         best = known[left.index(min(left))][1]
-        same = (start for start, (one, other) in known if one * best[1] == other * best[0])  # not chosen by rounding
-        task.labels_from = next(same)
+        # of weights that are the same for these rows the first, and not what rounding chooses
+        task.labels_from = next(start for start, one in known if torch.equal(one * best.sum(), best * one.sum()))
         return
+    parts = shares / shares.abs().sum()
     logger.warning(
-        "In a batch of two rows, `%s` gives them the weights %.2g and %.2g, which depend on the other row. Rows are "
+        "In a batch of %d rows, `%s` gives them weights from %.2g to %.2g, which depend on the other rows. Rows are "
         "attributed by their losses alone. Expected a mean or a sum over rows, such as `(losses * weights).mean()`.",
+        len(parts),
         task.name,
-        first / (abs(first) + abs(second)),
-        second / (abs(first) + abs(second)),
+        float(parts.min()),
+        float(parts.max()),
     )

@@ -303,7 +303,7 @@ def _otherwise_rounded(
     the result must not depend.
     """
     task, model = plain.modelout_fn, plain.model
-    if not isinstance(task, BatchedModelOutput):  # it takes one sample at a time
+    if not isinstance(task, BatchedModelOutput) or task.row_by_row:  # it takes one sample at a time
         with rounded_at_random(model):
             return _taken(plain, samples.within(row), samples.side)
     pair = samples.within(row, row)

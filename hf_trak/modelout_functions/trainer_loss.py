@@ -83,6 +83,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         if "_metrics" in self._held:  # lists that the trainer logs
             self._held |= {"_metrics": copy.deepcopy(self._held["_metrics"])}
         self._model: torch.nn.Module | None = None
+        self.own_columns: frozenset[str] = frozenset()
+        """Columns that the trainer's own collator makes, of which the task of the targets has some, too."""
         self._positions = False
         self._row_by_row = False
 
@@ -122,12 +124,20 @@ class TrainerLossModelOutput(BatchedModelOutput):
         try:
             self._computed(call, self._inputs(batch))
         except Called as called:
-            return called.inputs, with_positions(called.named) if self._positions else called.named
+            return called.inputs, self._positioned(called.named)
         raise TypeError(
             f"`{self.name}` returned a loss without calling `model`. Expected a method that computes the loss from "
             "the output of the model that it is given. Pass `task=`, a function of your own (model_output, batch) -> "
             "(B,)."
         )
+
+    def _positioned(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Keep the positions of rows that a collator pads on the left, beside one that it does not."""
+        mask = inputs.get("attention_mask")
+        if not self._positions or not isinstance(mask, Tensor) or mask.ndim != 2:
+            return inputs
+        padded = mask[:, 0] == 0
+        return with_positions(inputs) if bool(padded.any()) and not bool(padded.all()) else inputs
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
         """Compute the trainer's own loss of every row, differentiable.
@@ -146,13 +156,11 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """
         inputs, size = self._inputs(batch), size_of(batch) or 1
         if size == 1:
-            return self._answered(model_output, inputs).reshape(1)
+            return self._of_a_row(model_output, inputs).reshape(1)
         if not self._row_by_row:
             try:
                 outputs = divided(model_output, size)
-                return torch.stack(
-                    [self._answered(outputs[row], rows_of(inputs, [row], size), False) for row in range(size)]
-                )
+                return torch.stack([self._answered(outputs[row], rows_of(inputs, [row], size)) for row in range(size)])
             except WholeBatchError:
                 self._row_by_row = True
         raise ValueError(
@@ -261,7 +269,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""
         expected = "of names to tensors, which a trainer takes. Use the data collator of the trainer."
         entries = mapping_of(batch, expected)
-        return {name: value for name, value in entries.items() if name not in self.batch_columns}
+        others = {*self.batch_columns} - self.own_columns
+        return {name: value for name, value in entries.items() if name not in others}
 
     def shares(self, model_output: Any, batch: Batch, items: float | None) -> Tensor | None:
         """Compute the factor of the loss of every row in the loss of the whole batch, as the trainer takes it.
@@ -292,7 +301,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             count = None if items is None else torch.tensor(items, device=used[0].device)
             rows = list[Tensor]()
             try:
-                losses = [self.per_sample_loss(opened, batch).sum(), self._answered(opened, inputs, False, count)]
+                losses = [self.per_sample_loss(opened, batch).sum(), self._answered(opened, inputs, count)]
             except (ValueError, WholeBatchError):
                 if self._row_by_row:
                     return None
@@ -325,29 +334,41 @@ class TrainerLossModelOutput(BatchedModelOutput):
         counted = self._held.get("model_accepts_loss_kwargs") and items is not None
         return bool(counted or self._held.get("compute_loss_func") is not None)
 
-    def _answered(
-        self, model_output: Any, inputs: dict[str, Any], alone: bool = True, items: Any = _OF_A_ROW
-    ) -> Tensor:
-        """Compute the loss of one row, or of a batch with its `items`, whose first call of the model is answered."""
+    def _of_a_row(self, model_output: Any, inputs: dict[str, Any]) -> Tensor:
+        """Compute the loss of one row by what the model returned for it, or by the model itself if it needs more.
+
+        Weights of the second are those of the module, whatever an engine puts in their place.
+        """
+        if not self._row_by_row or self._model is None:
+            try:
+                return self._answered(divided(model_output, 1)[0], inputs)
+            except WholeBatchError:
+                if self._model is None:
+                    raise
+                self._row_by_row = True
+        return self._computed(self._model, inputs)
+
+    def _answered(self, model_output: Any, inputs: dict[str, Any], items: Any = _OF_A_ROW) -> Tensor:
+        """Compute the loss of one row, or of a batch with its `items`, whose only call of the model is answered.
+
+        Raises:
+            WholeBatchError: the answer is not enough: the model is called twice, or without derivatives, or the loss
+                is that of a pass from which no row can be taken, or differentiates by the inputs of the model.
+        """
         answers = [model_output]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if answers:
-                return answers.pop()
-            self._row_by_row = True  # its weights are those of the module, whatever an engine puts in their place
-            if not alone or self._model is None:
+            if not answers or not torch.is_grad_enabled():
                 raise WholeBatchError
-            return self._model(*args, **kwargs)
+            return answers.pop()
 
         try:
-            return self._computed(call, inputs, items)
+            with torch.enable_grad():
+                return self._computed(call, inputs, items)
         except RuntimeError as error:
             if _NOT_OF_THE_ANSWER not in str(error):
                 raise
-            if not alone or self._model is None:
-                raise WholeBatchError from error
-            self._row_by_row = True
-            return self._computed(self._model, inputs, items)  # which differentiates by the inputs of the model
+            raise WholeBatchError from error
 
     def _view(self) -> Any:
         """Make a copy of the trainer."""

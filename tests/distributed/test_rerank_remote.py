@@ -247,7 +247,9 @@ def test_another_collator_is_noticed(hub: Hub, net: DigitNet) -> None:
         pixels = torch.tensor(np.array([row["pixel_values"] for row in rows]), dtype=torch.float32)
         return {"pixel_values": 2 * pixels, "labels": torch.tensor([row["labels"] for row in rows])}
 
-    with pytest.raises(ConfigMismatchError, match=r"do not become what the index was made from:\n  pixel_values: .* in the rows "):
+    with pytest.raises(
+        ConfigMismatchError, match=r"do not become what the index was made from:\n  pixel_values: .* in the rows "
+    ):
         load(net, data_collator=brighter).attribute(targets(), top_k=TOP, method=Rerank(6))
 
 

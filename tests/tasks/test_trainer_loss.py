@@ -138,6 +138,58 @@ class OwnLoss(hf.BertForSequenceClassification):
         return made
 
 
+class OwnRare(OwnLoss):
+    """A loss with a weight for each row, the same for the first two."""
+
+    weights = torch.tensor([1.0, 1.0, 10.0])
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            losses = functional.cross_entropy(made.logits, labels, reduction="none")
+            made["loss"] = (losses * self.weights[labels]).mean()
+        return made
+
+
+class OwnWeights(OwnRare):
+    """A cross-entropy with weights of classes, which a mean over one row divides out."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            made["loss"] = nn.CrossEntropyLoss(self.weights)(made.logits, labels)
+        return made
+
+
+class Referring(hf.Trainer):
+    """Asks the model without derivatives first, as for the answers of a reference."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        with torch.no_grad():
+            before = model(**inputs).logits
+        logits = model(**inputs).logits
+        return functional.cross_entropy(logits, labels) + (logits - 0.5 * before).square().mean()
+
+
+class Masked(hf.Trainer):
+    """Lets tokens of the prompt count a tenth, by a mask that its collator makes."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels, mask = inputs.pop("labels"), inputs.pop("completion_mask")
+        losses = functional.cross_entropy(
+            model(**inputs).logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+        )
+        return (losses * (0.1 + 0.9 * mask[:, 1:])).sum() / len(labels)
+
+
+def with_mask(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False)(rows)
+    mask = batch["attention_mask"].clone()
+    mask[:, :3] = 0
+    return {**batch, "completion_mask": mask}
+
+
 def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logs = outputs.logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     return -((1 - logs.exp()) ** 2 * logs).sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
@@ -189,6 +241,9 @@ CASES: dict[str, Any] = {
         remove_unused_columns=False,
     ),
     "the model's own": lambda path: made(path, hf.Trainer, bert(OwnLoss), classes()),
+    "the model's own, with a rare class": lambda path: made(path, hf.Trainer, bert(OwnRare), classes()),
+    "a pass without derivatives first": lambda path: made(path, Referring, bert(), classes()),
+    "a mask of the collator": lambda path: made(path, Masked, gpt2(), rows(), with_mask),
     "boxes": boxes,
     "distilled": distilled,
 }  # fmt: skip
@@ -200,6 +255,12 @@ def config(tmp_path: Path, **options: Any) -> TrakConfig:
     )
 
 
+def of_queries(logits: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    """The mean over queries of a cross-entropy with weights of classes, which are not divided out."""
+    losses = -logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
+    return (losses * weight[classes]).mean()
+
+
 def alone(trainer: Any, row: int) -> Tensor:
     """Plain autograd of minus the trainer's loss of a row that its own collator made."""
     given = trainer.train_dataset[row]
@@ -209,9 +270,12 @@ def alone(trainer: Any, row: int) -> Tensor:
     batch = dict(trainer.data_collator([given]))
     label = int(batch["labels"]) if type(trainer) is Weighted else None
     counted = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
-    loss = trainer.compute_loss(
-        trainer.model, batch, num_items_in_batch=None if counted is None else torch.tensor(1.0)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(trainer.model, hf.DetrForObjectDetection):
+            patch.setattr(functional, "cross_entropy", of_queries)
+        loss = trainer.compute_loss(
+            trainer.model, batch, num_items_in_batch=None if counted is None else torch.tensor(1.0)
+        )
     if label is not None:
         loss = loss * WEIGHTS[label]  # which the mean over one row has divided out
     wanted = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -262,9 +326,19 @@ def tokens_weighed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
     return nn.CrossEntropyLoss(weight=weights)(outputs.logits.flatten(0, 1), labels.flatten())
 
 
-def tagged() -> Dataset:
+def tokens_summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A mean over the tokens of a batch, 0 without any."""
+    losses = functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses / (labels != -100).sum().clamp(min=1)
+
+
+def tagged(without: int | None = None) -> Dataset:
+    """Rows with a label for each token but the first; one may have none."""
     given = rows()
-    return given.add_column("labels", [[-100, *(token % 3 for token in ids[1:])] for ids in given["input_ids"]])
+    labels = [[-100, *(token % 3 for token in ids[1:])] for ids in given["input_ids"]]
+    if without is not None:
+        labels[without] = [-100] * len(labels[without])
+    return given.add_column("labels", labels)
 
 
 PER_TOKEN: dict[str, Any] = {
@@ -279,6 +353,11 @@ PER_TOKEN: dict[str, Any] = {
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_weighed,
     ),
+    "weights of classes in the model": lambda path: made(path, hf.Trainer, bert(OwnWeights), classes()),
+    "no labels in the first row": lambda path: made(
+        path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(without=0),
+        hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_summed,
+    ),
     "smoothed": lambda path: made(
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
         hf.DataCollatorForTokenClassification(tokenizer()), label_smoothing_factor=0.1,
@@ -291,7 +370,7 @@ def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.Lo
     """The gradient of the trainer's loss of all rows in one batch is the sum of the features, but for one factor."""
     trainer = {**CASES, **PER_TOKEN}[case](tmp_path)
     own = TrakAttributor.from_trainer(trainer, config(tmp_path))
-    assert not [word for word in ("the weights", "no sum of theirs") if word in caplog.text]
+    assert not [word for word in ("them weights", "no sum of theirs") if word in caplog.text]
     found = features(own).sum(0)
     trainer.args.per_device_eval_batch_size = len(trainer.train_dataset)
     (batch,) = trainer.get_eval_dataloader(trainer.train_dataset)
@@ -301,6 +380,30 @@ def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.Lo
     taken = torch.autograd.grad(-loss, wanted, allow_unused=True, materialize_grads=True)
     whole = torch.cat([one.flatten() for one in taken])
     torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-5, rtol=0)
+
+
+def test_rows_that_the_dataset_pads_have_the_positions_of_the_training(tmp_path: Path) -> None:
+    """GPT-2 counts positions over the padding unless it is told otherwise, and a trainer does not tell it."""
+    ids = rows()["input_ids"][:]
+    left = [12 - len(one) for one in ids]
+    padded = Dataset.from_dict(
+        {
+            "input_ids": [[0] * count + one for count, one in zip(left, ids, strict=True)],
+            "attention_mask": [[0] * count + [1] * len(one) for count, one in zip(left, ids, strict=True)],
+            "labels": [[-100] * count + one for count, one in zip(left, ids, strict=True)],
+        }
+    )
+    trainer = made(tmp_path, hf.Trainer, gpt2(), padded, hf.default_data_collator, label_smoothing_factor=0.1)
+    expected = torch.stack([alone(trainer, row) for row in range(ROWS)])
+    found = features(TrakAttributor.from_trainer(trainer, config(tmp_path, per_device_batch_size=4)))
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.norm(dim=1).max()), rtol=0)
+
+
+def test_a_loss_of_single_rows_in_half_precision(tmp_path: Path) -> None:
+    trainer = made(tmp_path, hf.Trainer, bert(OwnRare).bfloat16(), classes())
+    expected = torch.stack([alone(trainer, row) for row in range(ROWS)]).float()
+    found = features(TrakAttributor.from_trainer(trainer, config(tmp_path, per_device_batch_size=4)))
+    assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) <= 0.02
 
 
 class Normalized(hf.Trainer):
@@ -316,7 +419,7 @@ def test_weights_that_a_row_alone_loses_are_named(tmp_path: Path, caplog: pytest
     """Also where most rows have the same label."""
     rare = Dataset.from_dict({"input_ids": [[3, 4, 5]] * 60, "labels": [int(row in (7, 29, 33)) for row in range(60)]})
     TrakAttributor.from_trainer(made(tmp_path, Normalized, bert(), rare), config(tmp_path))
-    assert "`Normalized.compute_loss` gives them the weights 0.091 and 0.91" in caplog.text
+    assert "In a batch of 8 rows, `Normalized.compute_loss` gives them weights from 0.059 to 0.59" in caplog.text
 
 
 class OfColumns(hf.Trainer):
@@ -333,7 +436,7 @@ def test_weights_of_a_column_are_named(tmp_path: Path, caplog: pytest.LogCapture
     TrakAttributor.from_trainer(
         made(tmp_path, OfColumns, bert(), given, remove_unused_columns=False), config(tmp_path)
     )
-    assert "`OfColumns.compute_loss` gives them the weights 0.25 and 0.75" in caplog.text
+    assert "In a batch of 6 rows, `OfColumns.compute_loss` gives them weights from 0.12 to 0.38" in caplog.text
 
 
 class OfModes(hf.Trainer):
@@ -391,8 +494,9 @@ def test_another_task_is_taken_with_a_word(tmp_path: Path, caplog: pytest.LogCap
     assert "`compute_loss_func`" in caplog.text and "task='trainer_loss'" in caplog.text
 
 
-def test_a_loss_between_rows_is_refused(tmp_path: Path) -> None:
-    trainer = made(tmp_path, Contrastive, bert(), classes())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_between_rows_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    trainer = made(tmp_path, Contrastive, bert().to(dtype), classes())
     with pytest.raises(ValueError, match=r"`Contrastive\.compute_loss` compares the rows of a batch"):
         TrakAttributor.from_trainer(trainer, config(tmp_path))
 
