@@ -29,6 +29,7 @@ from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
 from hf_trak.methods import Exact, Replay
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.modelout_functions.loss import LossModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.processes import share_of
@@ -210,7 +211,7 @@ class ReplayScores(ExactScores):
             labels += float(shard.out_to_loss[0])
         mean, square = total.to(model.device) / n
         rows = GradientMoments(-mean, (square - mean.square()).clamp_min(0))  # the task is minus the loss
-        factor = n / labels
+        factor = n / labels * (2 if isinstance(model.task, RegressionModelOutput) else 1)  # of ½ (ŷ − y)²
         factor *= rows.scaled(factor).clipping(self.run)
         found = rows.scaled(factor)
         return GradientMoments(found.mean.float(), found.variance.float()), factor

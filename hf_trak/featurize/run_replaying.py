@@ -274,7 +274,9 @@ class RunReplay:
                     yield list(rows), featurizer.in_dtype_of_model(batch)
 
             bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
-            passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16)
+            saved = isinstance(self.record, SavedRun) and model.trainer is not None
+            trained = TrainerLossModelOutput(model.trainer) if saved else None
+            passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16, trained)
             targets = self._targets(question, passes)
         options = SweepOptions(method.smoothing, method.hessian_share, method.products, model.args.seed)
         try:

@@ -37,6 +37,7 @@ from hf_trak.gradient_computers.base import (
 )
 from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
 from hf_trak.gradient_computers.layout import ParameterLayout
+from hf_trak.modelout_functions.answered_calls import SUBSTITUTED
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput
 
 logger = logging.getLogger(__name__)
@@ -235,10 +236,15 @@ class _Linearized:
 
     def _outputs(self, weights: dict[str, Tensor]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
         """Run the model, and return all numbers that it returns, and how to put others in their places."""
-        result = run_model(self.task, self.model, self.batch, {**self.fixed, **weights})
+        every = {**self.fixed, **weights}
+        result = run_model(self.task, self.model, self.batch, every)
         if self.of_gradients:
-            values = one_per_sample(self.task.output(result, self.batch), batch_size_of(self.batch), self.task)
-            return [values], lambda replaced: replaced[0]
+            token = SUBSTITUTED.set(every)
+            try:
+                found = self.task.output(result, self.batch)
+            finally:
+                SUBSTITUTED.reset(token)
+            return [one_per_sample(found, batch_size_of(self.batch), self.task)], lambda replaced: replaced[0]
         leaves, spec = tree_flatten(result)
         places = [i for i, one in enumerate(leaves) if isinstance(one, Tensor) and one.is_floating_point()]
 
@@ -257,6 +263,11 @@ class _Linearized:
         ).sum()
         slopes = torch.autograd.grad(loss, self._leaves, create_graph=True, allow_unused=True)
         self._used = [i for i, slope in enumerate(slopes) if slope is not None]  # type: ignore[assignment]
+        if not self._used:
+            raise GradientEngineError(
+                "The loss asks the model itself, beside what the model returned for the rows. Expected a loss of its "
+                "outputs for the Gauss-Newton matrix. Use the Hessian."
+            )
         self._leaves = [self._leaves[i] for i in self._used]
         self.outputs = [self.outputs[i] for i in self._used]
         self._slopes = [slopes[i] for i in self._used]

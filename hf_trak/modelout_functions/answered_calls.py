@@ -1,7 +1,8 @@
 """Calls of a model whose answers are known, for losses of trainers: stand-ins for the model and for its outputs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,26 @@ class Called(BaseException):
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__()
         self.inputs, self.named = inputs, named
+
+
+SUBSTITUTED: ContextVar[Mapping[str, Tensor] | None] = ContextVar("SUBSTITUTED", default=None)
+"""Weights that stand in the place of the model's, by name, while a loss is computed."""
+
+
+class WithWeights(torch.nn.Module):
+    """Computes a loss with other weights in the model, however often it is called."""
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[[torch.nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self) -> Tensor:
+        """Compute the loss."""
+        return self.loss(self.model)
+
+    def by(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Compute the loss by these weights, with derivatives by them."""
+        return torch.func.functional_call(self, {f"model.{name}": one for name, one in weights.items()}, ())
 
 
 class WholeBatchError(Exception):

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_trak.modelout_functions.answered_calls import (
+    SUBSTITUTED,
     Answering,
     Called,
     OfTheBatch,
     WeightsKept,
     WholeBatchError,
+    WithWeights,
     divided,
     leaf,
 )
@@ -265,6 +267,25 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """
         return self._computed(model, self._inputs(batch))
 
+    def of_batch(self, model: torch.nn.Module, batch: Batch, items: float | None) -> float:
+        """Compute the loss of a batch as the trainer does, with its `num_items_in_batch`.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+            batch (`Batch`):
+                The batch.
+            items (`float`, *optional*):
+                The number of items; `None` where the trainer counts none.
+
+        Raises:
+            ValueError: the result is no single number.
+        """
+        device = next(model.parameters()).device
+        count = None if items is None else torch.tensor(items, device=device)
+        with torch.no_grad():
+            return float(self._computed(model, self._inputs(batch), count))
+
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""
         expected = "of names to tensors, which a trainer takes. Use the data collator of the trainer."
@@ -335,10 +356,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         return bool(counted or self._held.get("compute_loss_func") is not None)
 
     def _of_a_row(self, model_output: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute the loss of one row by what the model returned for it, or by the model itself if it needs more.
-
-        Weights of the second are those of the module, whatever an engine puts in their place.
-        """
+        """Compute the loss of one row by what the model returned for it, or by the model itself if it needs more."""
         if not self._row_by_row or self._model is None:
             try:
                 return self._answered(divided(model_output, 1)[0], inputs)
@@ -346,6 +364,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 if self._model is None:
                     raise
                 self._row_by_row = True
+        if (weights := SUBSTITUTED.get()) is not None:
+            return WithWeights(self._model, lambda model: self._computed(model, inputs)).by(weights)
         return self._computed(self._model, inputs)
 
     def _answered(self, model_output: Any, inputs: dict[str, Any], items: Any = _OF_A_ROW) -> Tensor:

@@ -1,5 +1,6 @@
 """When not to believe a replay: signs of it in what a sweep has seen, each with what to do about it."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from hf_trak.trajectory.swept_targets import SweepResult
 LOSS_DEVIATION = 0.05
 """Relative deviation of the loss along the path, in the mean of its steps, above which the path is not the run's.
 Runs that interpolated weights follow well had up to .019, those that they do not had .10 and more."""
+
+STEP_DEVIATION, HALF_STEP_DEVIATION = 0.02, 0.2
+"""Distance of a step, taken again from weights that are known, to the next known ones, relative to the step, above
+which it is not that of the training; the second for training in bfloat16. Replays of the run itself had up to 2e-4
+and .11, those with other rows, losses or learning rates .06 to 2."""
 
 GROWTH = 1e3
 """Growth of the derivatives of targets along the sweep above which noise may have grown, too."""
@@ -47,6 +53,16 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
         texts.append(
             f"The loss along the replayed path differs from that of the training by {deviation:.1%} in the mean. "
             f"Expected less than {LOSS_DEVIATION:.0%}. {remedy}."
+        )
+    missed, most = (
+        found.forward[1].nan_to_num(0.0, posinf=math.inf),
+        HALF_STEP_DEVIATION if path.bf16 else STEP_DEVIATION,
+    )
+    if path.gap == 1 and float(missed.max()) > most:
+        texts.append(
+            f"Step {int(missed.argmax())} of the run, taken again from its weights, missed the next ones by "
+            f"{float(missed.max()):.0%} of the way. Expected {most:.0%} at most. Give rows, order, collator and loss "
+            "of the training, whose gradients nothing else may have changed before the optimizer's step."
         )
     if coarse is not None and (agreed := _rank_correlation(found.scores[:, 0], coarse[:, 0])) < GRID_AGREEMENT:
         texts.append(

@@ -6,7 +6,7 @@ it was is found from the loss that the model returned in the first step, and com
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from hf_trak.gradient_computers.gauss_newton import GaussNewton, Hessian
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.trajectory.dropout import DropoutMasks
 from hf_trak.trajectory.record import MicroBatch, is_known
@@ -65,6 +66,7 @@ class StepPasses:
         computer: AbstractGradientComputer,
         batches: Callable[[Sequence[Sequence[int]]], Iterator[tuple[list[int], Any]]],
         bf16: bool = False,
+        trained: TrainerLossModelOutput | None = None,
     ) -> None:
         """
         Args:
@@ -74,9 +76,12 @@ class StepPasses:
             computer: the gradient computer of this task.
             batches: collates lists of row numbers, and yields `(rows, batch)` for each.
             bf16: whether the training computed in bfloat16.
+            trained: the trainer's own loss, which tells what sums are divided by where the record does not.
         """
         self.model, self.task, self.layout, self.computer = model, task, layout, computer
-        self._batches = batches
+        own = getattr(task, "of_task", None)
+        self._own = own if isinstance(own, TrainerLossModelOutput) else None
+        self._batches, self._trained = batches, self._own or trained
         self.normalization: Normalization | None = None
         self._parameters = dict(model.named_parameters())
         self._masks = DropoutMasks(model, task, bf16)
@@ -152,11 +157,10 @@ class StepPasses:
             HfTrakError: the loss is not what the model returned in the training.
             ValueError: the trainer's own loss is no weighted sum over rows.
         """
-        own = getattr(self.task, "of_task", None)
-        if isinstance(own, TrainerLossModelOutput):
+        if self._own is not None:
             with torch.no_grad(), problem_type_fixed(self.model, _labels(batch)):
                 outputs = run_model(self.task, self.model, batch)
-            found = own.shares(outputs, batch, passed.items if is_known(passed.items) else None)
+            found = self._own.shares(outputs, batch, passed.items if is_known(passed.items) else None)
             if found is not None:
                 return found
         if self.normalization is None:
@@ -170,20 +174,29 @@ class StepPasses:
         task = getattr(self.task, "of_task", self.task)
         if isinstance(task, AggregatedModelOutput):  # a row's loss may be a sum over its labels, or their mean
             sums = counts / task.label_weights(batch).double().sum(1).clamp(min=1e-12)
+        elif isinstance(task, RegressionModelOutput):  # ½ (ŷ − y)², where transformers takes (ŷ − y)²
+            sums = 2 * sums
         return sums / (passed.items if normalization == "items" else counts.sum())
 
     def losses(self, batch: Any) -> Tensor:
         """Compute the loss of every row, `(B,)`."""
+        size = len(label_counts(self.task, batch))
+        split = SplitBatch.of_rows(batch, size)
+        parts = [split.rows(row, row + 1) for row in range(size)] if self.task.row_by_row else [batch]
         with torch.no_grad(), problem_type_fixed(self.model, _labels(batch)):
-            return -self.task.output(run_model(self.task, self.model, batch), batch).double()
+            found = [self.task.output(run_model(self.task, self.model, part), part) for part in parts]
+        return -torch.cat(found).double()
 
     def _find_normalization(self, passed: MicroBatch, batch: Any) -> None:
         """Find what the trainer's loss was divided by, at the weights of the first step."""
-        if not is_known(passed.loss):  # of a run without a record, of which the loss is compared as it was logged
-            self.normalization = "items" if is_known(passed.items) else "labels"
-            return
+        items = passed.items if is_known(passed.items) else None
+        if not is_known(passed.loss):  # of a loss of the trainer's own, or a run without a record
+            if self._trained is None:
+                self.normalization = "labels" if items is None else "items"
+                return
+            passed = replace(passed, loss=self._trained.of_batch(self.model, batch, items))
         losses = self.losses(batch)
-        given: list[Normalization] = ["items"] if is_known(passed.items) else []
+        given: list[Normalization] = [] if items is None else ["items"]
         tried: dict[Normalization, float] = {}
         every: tuple[Normalization, ...] = (*given, "labels")
         for one in every:
@@ -271,9 +284,11 @@ def _labels(batch: Any) -> Any:
 
 
 def label_counts(task: BatchedModelOutput, batch: Any) -> Tensor:
-    """Count the labels of every row of a batch, `(B,)`, float64: 1 for tasks with one loss per row."""
+    """Count the labels of every row of a batch that its loss is a sum over, `(B,)`, float64: 1 for any other loss."""
     task = getattr(task, "of_task", task)
     if isinstance(task, AggregatedModelOutput):
         return task.label_weights(batch).ne(0).sum(1).double()
+    if isinstance(task, TrainerLossModelOutput) and task.labels_from is not None:
+        return (batch["labels"][:, task.labels_from :] != -100).flatten(1).sum(1).double()
     split = SplitBatch.of(batch)
     return torch.ones(split.size, dtype=torch.float64, device=next(iter(split.mapped.values())).device)

@@ -59,7 +59,10 @@ class RunRecorder:
             IncompleteStoreError: the run is resumed from a step that is not recorded.
             StoreError: a file is damaged or cannot be written.
         """
+        for hook in self._hooks:  # of a training that an error has ended
+            hook.remove()
         check_run(model, args, loader)
+        check_moments(optimizer, state.global_step)
         layout = ParameterLayout.from_model(model)
         description = describe_run(model, args, optimizer, loader, layout)
         self._model, self._layout, self._optimizer = model, layout, optimizer
@@ -243,18 +246,50 @@ def describe_run(
     }
 
 
+def check_moments(optimizer: Any, step: int) -> None:
+    """Check that an optimizer has taken the steps of this run, and no others.
+
+    Args:
+        optimizer: the optimizer.
+        step: the number of steps that the run has taken.
+
+    Raises:
+        HfTrakError: its moments are those of other steps.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    kept = list(inner.state.values())
+    if isinstance(inner, torch.optim.SGD):
+        moments = any(one.get("momentum_buffer") is not None for one in kept)
+        right = moments == (step > 0 and any(group["momentum"] for group in inner.param_groups))
+        said = "moments" if moments else "no moments"
+    else:
+        taken = max((int(one["step"]) for one in kept if "step" in one), default=0)
+        right, said = taken == step, f"the moments of {taken} steps"
+    if not right:
+        raise HfTrakError(
+            f"The optimizer has {said}, and the training begins at step {step}. Expected those of the steps of this "
+            "run, which a replay follows from the first one on. Make a new trainer for a second training, or resume "
+            "from a checkpoint that has its optimizer (`save_only_model=False`)."
+        )
+
+
 def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it leaves out layers, adds noise to embeddings, divides its parameters, scales its gradients, or
-            streams its rows.
+        HfTrakError: it leaves out layers, decomposes weights (DoRA), adds noise to embeddings, divides its parameters,
+            scales its gradients, or streams its rows.
     """
     settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
         raise HfTrakError(
             f"The model leaves out whole layers at random ({left_out}). Expected dropout of single numbers at most, "
             "which can be drawn once more. Set it to 0 in the configuration of the model, or leave out `record=True`."
+        )
+    if any(any(getattr(module, "use_dora", {}).values()) for module in model.modules()):
+        raise HfTrakError(
+            "The model has weights that PEFT decomposes (`use_dora=True`), whose norms it leaves out of the gradient. "
+            f"Expected gradients that have derivatives. Use LoRA. {_LEAVE_OUT}"
         )
     if args.neftune_noise_alpha:
         raise HfTrakError(

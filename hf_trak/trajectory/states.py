@@ -42,6 +42,7 @@ class RunPath:
         states (`list[int]`): steps after which weights are known, the start and the end among them.
         logged (`list`): mean losses of the training, with the range of steps of each.
         again (`bool`): whether steps between known weights are to be taken again, where that leads to the next ones.
+        bf16 (`bool`): whether the training is known to have computed in bfloat16.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RunPath:
         self.steps, self.numbers, self.states = list(steps), numbers, sorted(states)
         self._read, self.logged = read, list(logged)
         self._known: dict[int, Tensor] = {}
+        self.bf16 = False
         self.again = len(self.states) < len(self.steps) + 1
         if not states or self.states[0] != 0 or self.states[-1] != len(self.steps):
             raise IncompleteStoreError(
@@ -83,7 +85,9 @@ class RunPath:
         steps = record.steps()
         numbers = record.numbers([one.rates for one in steps], record.group_of.to(device))
         logged = [(range(i, i + 1), one.loss) for i, one in enumerate(steps) if is_known(one.loss)]
-        return cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device), logged)
+        found = cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device), logged)
+        found.bf16 = record.description["bf16"]
+        return found
 
     @cached_property
     def gap(self) -> int:

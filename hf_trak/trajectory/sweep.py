@@ -163,7 +163,8 @@ class BackwardSweep:
         reached, moments = self._step(index).forward(state.weights, state.moments, gradient, variance)
         if self._again and not self.path.known(index + 1):
             return State(reached.to(self.dtype), moments)
-        if self._again and not self.path.known(index):
+        compared = not self.path.known(index) if self._again else not self.path.again
+        if compared and self.path.known(index + 1):
             self.forward[1, index] = self.path.deviation(index + 1, reached)
         return State(self.path.weights(index + 1), moments)
 

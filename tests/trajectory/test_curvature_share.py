@@ -61,7 +61,9 @@ def found_of(**changes: Any) -> tuple[SweepResult, Any]:
     parts = {"scores": scores, "growth": torch.ones(4), "forward": forward, **changes}
     parts["settings"] = torch.zeros(2, 4, 2, dtype=torch.float64)
     steps = [SimpleNamespace(rows=range(50))]
-    return SweepResult(**parts), SimpleNamespace(steps=steps, gap=5, logged=[(range(i, i + 1), 1.0) for i in range(4)])
+    return SweepResult(**parts), SimpleNamespace(
+        steps=steps, gap=5, bf16=False, logged=[(range(i, i + 1), 1.0) for i in range(4)]
+    )
 
 
 def outlier() -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from replay_runs import (
+    config,
     in_process,
     record_files,
     recorded,
@@ -22,6 +23,7 @@ from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.store.atomic import leftovers
 from hf_trak.trajectory.record import RunRecord, trained_weights, verify_record
+from hf_trak.trajectory.recorder import check_moments
 
 
 class Seen(TrainerCallback):
@@ -174,6 +176,56 @@ def test_runs_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:
         recorded(tmp_path, model)
     with pytest.raises(HfTrakError, match=r"are torch.bfloat16 \('transformer.wte.weight'\)"):
         recorded(tmp_path, tiny(torch.bfloat16))
+
+
+def test_moments_of_other_steps_are_refused(tmp_path: Path) -> None:
+    """The optimizer of an earlier training, of a checkpoint without its optimizer, and one with SGD's momentum."""
+    run = recorded(tmp_path / "twice", max_steps=3)
+    run.add_callback(TrakCallback(config(tmp_path / "other"), record=True))
+    with pytest.raises(HfTrakError, match="has the moments of 3 steps, and the training begins at step 0"):
+        run.train()
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    recorded(tmp_path, max_steps=2, **saving)
+    with pytest.raises(HfTrakError, match=r"moments of 0 steps, and .* at step 2.*`save_only_model=False`"):
+        recorded(tmp_path, max_steps=4, **saving)
+    sgd = torch.optim.SGD(tiny().parameters(), lr=0.1, momentum=0.9)
+    check_moments(sgd, 0)
+    sgd.param_groups[0]["params"][0].grad = torch.zeros_like(sgd.param_groups[0]["params"][0])
+    sgd.step()
+    check_moments(sgd, 1)
+    with pytest.raises(HfTrakError, match="The optimizer has moments, and the training begins at step 0"):
+        check_moments(sgd, 0)
+
+
+def test_decomposed_weights_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    dora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)
+    with pytest.raises(HfTrakError, match=r"decomposes \(`use_dora=True`\)"):
+        recorded(tmp_path, peft.get_peft_model(tiny(), dora))
+
+
+class Interrupts(TrainerCallback):
+    """Ends the first training after a step, as Ctrl-C in a notebook does."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5 and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_is_recorded_by_the_next_one(tmp_path: Path) -> None:
+    callback = TrakCallback(config(tmp_path / "again"), record=True, overwrite=True)
+    run = trainer(tmp_path / "again", callbacks=[callback, Interrupts()])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.model.load_state_dict(tiny().state_dict())
+    trainer(tmp_path / "again", run.model, callbacks=[callback]).train()
+    recorded(tmp_path / "once")
+    found, expected = (record_of(tmp_path / name).steps() for name in ("again", "once"))
+    assert [one.batches for one in found] == [one.batches for one in expected]
 
 
 def test_noise_in_embeddings_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""A replay compares every step whose weights are known before and after it, and names one that is another one now."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_runs import EVAL, TRAIN, config, trainer
+from transformers import TrainerCallback
+
+from hf_trak import TrakAttributor
+from hf_trak.callbacks import TrakCallback
+from hf_trak.methods import Replay
+
+
+class Scaled(TrainerCallback):
+    """Changes gradients between the loss and the optimizer's step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for parameter in model.parameters() if state.global_step > 3 else ():
+            parameter.grad.mul_(0.5)
+
+
+class Decaying(TrainerCallback):
+    """Changes the weight decay, which is recorded once."""
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= 3
+
+
+SWAPPED = TRAIN.select([0, 2, 1, *range(3, len(TRAIN))])
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "rows", "missed"),
+    [([], TRAIN, False), ([], SWAPPED, True), ([Scaled()], TRAIN, True), ([Decaying()], TRAIN, True)],
+    ids=["the same", "rows in another order", "scaled gradients", "another decay"],
+)
+def test_a_step_that_is_another_one_is_named(
+    callbacks: list[Any], rows: Any, missed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, callbacks=[*callbacks, TrakCallback(config(tmp_path), record=True)])
+    run.train()
+    run.train_dataset = rows
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
+    assert any("taken again from its weights, missed the next ones by" in text for text in caplog.messages) == missed
