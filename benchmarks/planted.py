@@ -55,6 +55,7 @@ LIBRARY = {
     "recipe": Replay(),
     "run, a quarter": Replay(of="run", hessian_share=0.25),
     "run": Replay(of="run"),
+    "run, Gauss-Newton": Replay(of="run", form="gauss-newton"),
 }
 METHODS = ("bm25", "embedding cosine", "gradient cosine", *LIBRARY)
 CONTROLS = ("random", "planted")
@@ -438,7 +439,7 @@ def main() -> None:
     if given.calibrate:
         print(calibration(tune))
     print(table(tune, METHODS))
-    for name in ("run", "run, a quarter"):
+    for name in ("run", "run, Gauss-Newton", "run, a quarter"):
         if (tune.work / "scores" / f"{name}.npy").exists() and (tune.work / "without").exists():
             print(predicted(tune, name))
 
