@@ -257,6 +257,7 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     assert store["checkpoints"][0]["shards"] == 3
 
 
+@pytest.mark.slow
 def test_recommend_prints_commands(featurized, answer, capsys):
     found = answer("recommend", "--output_dir", str(featurized))
     assert [one["budget"] for one in found["rows"]] == ["fast", "balanced", "best"]
@@ -430,6 +431,7 @@ def test_push_pull_and_attribute_without_the_training_rows(
 # -- other kinds of rows ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_images(answer, tmp_path):
     rng = np.random.default_rng(0)
     config = ViTConfig(
@@ -453,6 +455,7 @@ def test_images(answer, tmp_path):
     assert main(["attribute", "--output_dir", str(tmp_path / "trak"), "--name", "again"]) == 1
 
 
+@pytest.mark.slow
 def test_a_language_model(home, answer, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -62,6 +62,7 @@ def checked(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], Checked]:
     return check
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [make_store, make_run, make_traker, make_retrainings, make_bank])
 def test_a_changed_byte_of_any_file_is_found(tmp_path: Path, checked: Any, make: Callable[[Path], Any]) -> None:
     directory = tmp_path / "directory"

@@ -59,6 +59,7 @@ def test_there_and_back_to_the_bit(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out.partition("\n")[2])["checkpoints"] == [1]
 
 
+@pytest.mark.slow
 def test_tables_have_the_recorded_ridge(home: Path, tmp_path: Path) -> None:
     rows = ["--model", f"{home}/model", "--train_dataset", f"{home}/rows", "--use_cpu", "--lambda_relative", "3"]
     assert main(["featurize", "--output_dir", f"{tmp_path}/trak", "--proj_dim", str(K), *rows]) == 0
@@ -71,6 +72,7 @@ def test_tables_have_the_recorded_ridge(home: Path, tmp_path: Path) -> None:
     assert runs[0].scored.to_dict() == runs[1].scored.to_dict()
 
 
+@pytest.mark.slow
 def test_tables_are_asked_in_place(home: Path, tmp_path: Path) -> None:
     assert main(["export", f"{home}/trak", "--to", f"{tmp_path}/tables"]) == 0
     rows = [

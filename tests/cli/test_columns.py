@@ -149,6 +149,7 @@ def test_names_that_leave_a_choice_are_refused(models: Path, tmp_path: Path, cap
     assert "Columns read: body\n" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saved", ["rows.parquet", "alone", "splits"])
 def test_training_rows_are_no_targets(saved: str, models: Path, tmp_path: Path, capsys: Any) -> None:
     """Without targets, and without a split that could be them, nothing is scored."""
@@ -165,6 +166,7 @@ def test_training_rows_are_no_targets(saved: str, models: Path, tmp_path: Path, 
     assert main(["attribute", *common[:2], "--eval_dataset", str(place), "--max_eval_samples", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_predictions_of_a_classifier(models: Path, tmp_path: Path, capsys: Any) -> None:
     kinds = Features({"text": TEXT, "label": ClassLabel(names=["no", "yes"])})
     train = Dataset.from_dict({"text": SENTENCES, "label": [0, 1] * 3}, kinds)
@@ -181,6 +183,7 @@ def test_predictions_of_a_classifier(models: Path, tmp_path: Path, capsys: Any) 
     assert load_from_disk(tmp_path / "trak/scores/targets/run/scored")["predicted"][0] in ("LABEL_0", "LABEL_1")
 
 
+@pytest.mark.slow
 def test_an_answer_and_one_of_its_words(models: Path, tmp_path: Path, capsys: Any) -> None:
     """`--predict` continues texts under their own name; `--words` scores one word of what was said."""
     rows(body=SENTENCES).to_parquet(tmp_path / "train.parquet")
@@ -201,6 +204,7 @@ def test_an_answer_and_one_of_its_words(models: Path, tmp_path: Path, capsys: An
     assert json.loads((tmp_path / "trak/scores/word/run/run.json").read_text())["facts"]["part of targets"] == "in"
 
 
+@pytest.mark.slow
 def test_predictions_for_images(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     config = ViTConfig(

@@ -131,6 +131,7 @@ def check(curvature: Curvature, whole: Tensor) -> None:
     assert torch.equal(torch.cat(seen).sort().values, places[0])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -119,6 +119,7 @@ def test_labels_that_cannot_be_drawn(tmp_path: Path) -> None:
         own.fit_curvature()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["ekfac", "shampoo", "kfac", "diagonal", "hybrid"])
 def test_parameters_without_a_gradient_add_nothing(tmp_path: Path, kind: str) -> None:
     """A layer that no row reaches, rows that are all the same, and inputs that are always zero."""

@@ -167,6 +167,7 @@ def test_training_rows_of_zeros(tmp_path: Path) -> None:
 # -- rounding --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["ekfac", "shampoo", "hybrid"])
 def test_blocks_of_rounding_have_no_say(tmp_path: Path, kind: str) -> None:
     """Scores are those without the layer whose true gradient is zero."""

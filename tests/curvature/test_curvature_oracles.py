@@ -79,6 +79,7 @@ class Regression:
         return (self.x * torch.linalg.solve(self.x.T @ self.x, self.x.T).T).sum(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_influence_on_a_linear_regression_is_exact(tmp_path: Path, kind: str, bias: bool) -> None:
@@ -113,6 +114,7 @@ def test_scores_predict_leaving_one_row_out(tmp_path: Path) -> None:
     assert error(on_itself, leverages[:, 0]) < 1e-4  # a residual close to 0 has few correct digits
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fisher_that_is_a_kronecker_product_is_inverted_exactly(tmp_path: Path, kind: str) -> None:
     """Every input occurs with every residual, so that they are independent and Σ ggᵀ / n = S ⊗ A holds exactly."""
@@ -214,6 +216,7 @@ def dead_positions() -> Classified:
 PROBLEMS = {one.__name__: one for one in (softmax_regression, perceptron, convolutions, dead_positions)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_blocks_are_explicit_kronecker_products(tmp_path: Path, name: str, kind: str) -> None:

@@ -47,6 +47,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(abs(found - expected).max() / abs(expected).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"curvature": "hybrid"}, {"curvature": "identity"}], ids=str)
 def test_the_sampled_scores_are_those_of_attribute(tmp_path: Path, options: dict[str, Any]) -> None:
     one = attributor(tmp_path, **options).featurize()

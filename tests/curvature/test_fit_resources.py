@@ -41,6 +41,7 @@ def test_a_tied_head_and_single_numbers_have_no_bases(tied, curvature):
     assert (found.largest_share is None) == (curvature == "diagonal")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("short", ["memory", "disk", "nothing"])
 def test_a_fit_that_needs_more_than_there_is_says_so_first(tmp_path: Path, monkeypatch, caplog, short):
     ids = torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()

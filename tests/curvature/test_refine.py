@@ -101,6 +101,7 @@ def report(directory: Path) -> list[dict[str, Any]]:
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damping", "dtype"), [pytest.param(0.1, torch.float64, marks=pytest.mark.slow), (10.0, torch.float32)]
 )

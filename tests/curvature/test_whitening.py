@@ -42,6 +42,7 @@ def scores(attributor: TrakAttributor) -> np.ndarray:
     return np.stack(attributor.attribute(rows(M, 2), top_k=None).with_format("numpy")["trak_scores"][:])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("curvature", ["ekfac", "diagonal", "hybrid"])
 def test_inner_products(tmp_path: Path, curvature: str) -> None:
     """Whole whitened gradients have the inner products ⟨g, P⁻¹g⟩, in whatever basis they are kept."""
@@ -87,6 +88,7 @@ def test_resuming(tmp_path: Path) -> None:
     assert np.array_equal(scores(again), scores(attributor))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changed",
     [{"curvature_damping": 0.3}, {"curvature_rows": 20}, {"curvature": "kfac"}, {"curvature_labels": "empirical"},
@@ -152,6 +154,7 @@ def test_sketches_that_hold_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert whole.features.check_features(0) > 0.999
 
 
+@pytest.mark.slow
 def test_fidelity(tmp_path: Path) -> None:
     """Features are compared with whitened gradients."""
     found = attributor_in(tmp_path, proj_type="none", feature_dtype="float32").featurize().fidelity()

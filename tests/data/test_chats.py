@@ -177,6 +177,7 @@ def test_a_word_in_rows_as_people_have_them(kind: str, trainer_of: Callable[[str
         own.attribute(given, part=Span(words="Geelong"))
 
 
+@pytest.mark.slow
 def test_what_a_model_of_chats_is_asked(trainer_of: Callable[[str], Any], tmp_path: Path) -> None:
     """A text is what a user says; a prompt needs no completion; a last answer is asked for again."""
     own, words = attributor(trainer_of("messages"), tmp_path), trainer_of("messages").processing_class

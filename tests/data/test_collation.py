@@ -173,6 +173,7 @@ def pixels() -> torch.Tensor:
     return (image - 0.45) / 0.22
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_rounding_is_no_change(pixels: torch.Tensor, dtype: torch.dtype) -> None:
     """Errors of 1e-6 of every value, before the cast to the precision of the column."""

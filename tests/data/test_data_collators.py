@@ -104,6 +104,7 @@ def tagger(tokenizer: BertTokenizerFast) -> tuple[Any, Dataset, Any]:
 CASES = [classifier, equal_lengths, with_transform, causal, seq2seq, tagger]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
 def test_padding_does_not_change_features(case: Any, tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
     """Features are the same in batches of one (no padding) and of four (padded to the longest), for each collator."""

@@ -69,6 +69,7 @@ def plain(kind: str, model: nn.Module) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_unequal_images_give_what_each_row_gives_alone(kind: str, tmp_path: Path) -> None:
     model = vlm(kind)
@@ -163,6 +164,7 @@ def test_images_that_cannot_be_told_apart(change: dict[str, Tensor], message: st
         split_at_images({**batch, **patches, **change}, rows, ImageTokens(IMAGE, merge=4))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [True, False])
 def test_images_that_are_drawn_at_random(columns: bool, tmp_path: Path) -> None:
     """Rows of equal images share batches of draws; where sizes are not known beforehand, they go one by one."""
@@ -215,6 +217,7 @@ def test_sft_of_a_vision_language_model(tmp_path: Path, caplog: pytest.LogCaptur
     assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_for_rows_with_images(tmp_path: Path) -> None:
     """Features are gradients of what the trainer computes for rows that its collator made alone."""
     trl = pytest.importorskip("trl")
@@ -243,6 +246,7 @@ def test_a_loss_of_ones_own_for_rows_with_images(tmp_path: Path) -> None:
         assert float((found[row] - expected).norm()) < 1e-5 * float(expected.norm())
 
 
+@pytest.mark.slow
 def test_rows_of_equal_images_share_batches(tmp_path: Path) -> None:
     """Sizes are read from the headers of encoded images, from images, and from arrays; rows keep their places."""
     rows = conversations(8)

@@ -77,6 +77,7 @@ COLLATORS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind, use_cache", [*((kind, False) for kind in COLLATORS), ("padding_free", True), ("flattening", True)]
 )
@@ -106,6 +107,7 @@ def packed(rows: Dataset, sizes: list[int]) -> Dataset:
     return Dataset.from_list(made)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name, attention",
     [
@@ -187,6 +189,7 @@ def test_scores_of_documents_of_packed_rows(tmp_path: Path) -> None:
         split_documents(wrong)
 
 
+@pytest.mark.slow
 def test_masks_beside_tokens_are_cut_too(tmp_path: Path) -> None:
     """Collators drop such columns, and a long sequence of them is cut as the tokens are."""
     rows = documents()
@@ -209,6 +212,7 @@ def test_long_packed_rows_are_not_taken_for_long_documents(tmp_path: Path) -> No
         attributed(tmp_path / "b", model, long, DataCollatorWithFlattening()).featurize()
 
 
+@pytest.mark.slow
 def test_rows_are_sorted_by_length(tmp_path: Path) -> None:
     """Within a shard, longest first, so that little of a batch is padding; where no length is stored, they are not."""
     rows, model = documents(), llama()

@@ -209,6 +209,7 @@ def gradient_alone(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["full", "lora", "gpt2"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -233,6 +234,7 @@ def test_rows_have_the_gradient_of_their_own_loss(name: str, kind: str, dtype: t
         assert difference.sqrt() <= tolerance * norm.sqrt() + (tolerance if norm == 0 else 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_all_engines_agree(name: str) -> None:
     task, _ = CASES[name]
@@ -248,6 +250,7 @@ def test_all_engines_agree(name: str) -> None:
             torch.testing.assert_close(found[engine][parameter], gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dpo-sigmoid", "kto", "orpo", "grpo", "ppo"])
 def test_targets_need_no_reference_and_no_advantage(name: str) -> None:
     """Their features are those of the same targets with them, since references are constants."""

@@ -88,6 +88,7 @@ def by_hand(trainer: Any, row: int, names: tuple[str, ...]) -> tuple[Tensor, Ten
     return torch.cat([one.flatten() for one in found]), loss.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_rows_are_the_loss_of_pairs_collated_alone(adapted: bool, tmp_path: Path) -> None:
     trainer = trainer_of_images(tmp_path, adapted)

@@ -360,6 +360,7 @@ def test_drawing_without_any_effect_counts_as_random() -> None:
 # -- what is recorded ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_number_of_draws_belongs_to_random_features(tmp_path: Path) -> None:
     rows = sentences()
     masked(tmp_path / "random", rows, num_draws=2).featurize()

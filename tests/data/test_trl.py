@@ -57,6 +57,7 @@ def dpo(tmp_path: Path, **options: Any) -> Any:
     return trl.DPOTrainer(llama(), ref_model=llama(), args=made, train_dataset=pairs, processing_class=tokenizer())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_preferences_before_the_training(seed: int, tmp_path: Path) -> None:
     """h is 0 but for the rounding of log-probabilities, which is no sign that rows mix."""
@@ -93,6 +94,7 @@ def test_columns_of_a_collator_inside_of_another_are_kept() -> None:
     assert own_columns(len) == ()
 
 
+@pytest.mark.slow
 def test_the_columns_also_reach_a_rehearsal(tmp_path: Path) -> None:
     """`estimate(measure=True)` times the collator, and must give it the same columns."""
     config = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=16, use_cpu=True, per_device_batch_size=1)

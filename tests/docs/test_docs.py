@@ -212,6 +212,7 @@ def test_concepts(place: Path) -> None:
     assert len(list((place / "trak").glob("checkpoint-*/train-*"))) == 1, "features do not depend on λ"
 
 
+@pytest.mark.slow
 def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(sentences(40), 0)
     run_page(
@@ -222,6 +223,7 @@ def test_curvature(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_documented(place / "whitened", "trak")
 
 
+@pytest.mark.slow
 def test_viewer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = word_tokenizer()
     rows = documents(tokenizer, 12)
@@ -237,6 +239,7 @@ def test_viewer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("[(")
 
 
+@pytest.mark.slow
 def test_tasks(place: Path) -> None:
     rows = sentences(40)
     namespace = {
@@ -322,6 +325,7 @@ def test_images(place: Path) -> None:
     assert len(namespace["drawn"]) == 1 and len(namespace["scores"]) == 2
 
 
+@pytest.mark.slow
 def test_preferences(place: Path) -> None:
     trl = pytest.importorskip("trl")
     words, options = word_tokenizer(), {"report_to": "none", "use_cpu": True, "bf16": False}
@@ -346,6 +350,7 @@ def test_preferences(place: Path) -> None:
     assert_documented(place / "trak-dpo", "trak")
 
 
+@pytest.mark.slow
 def test_embeddings(place: Path) -> None:
     st = pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer import losses, modules
@@ -387,6 +392,7 @@ def test_projections(place: Path) -> None:
     assert (abs(features - by_hand) <= bound).all()
 
 
+@pytest.mark.slow
 def test_hub(hub: Hub, client: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     model = tiny_bert().eval()
@@ -464,6 +470,7 @@ def test_evaluation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_documented(place / "bank", "bank")
 
 
+@pytest.mark.slow
 def test_scaling(place: Path) -> None:
     pytest.importorskip("faiss")
     write_reviews(place)
@@ -489,6 +496,7 @@ def test_scaling(place: Path) -> None:
     assert_documented(place / "trak", "trak")
 
 
+@pytest.mark.slow
 def test_trak_script(place: Path) -> None:
     from sklearn.datasets import load_digits
 

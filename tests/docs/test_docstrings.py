@@ -46,6 +46,7 @@ def functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
             yield node
 
 
+@pytest.mark.slow
 def test_functions_that_raise_say_so() -> None:
     """A function with a `raise` statement has a `Raises` section in its docstring."""
     silent, looked_at = [], 0

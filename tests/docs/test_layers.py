@@ -80,6 +80,7 @@ OPTIONAL = {
 """Packages that an installation without extras need not have."""
 
 
+@pytest.mark.slow
 def test_a_plain_installation_needs_no_optional_package() -> None:
     """No module that `hf_trak`, its attributor and its command line load imports one of these at its top."""
     code = (

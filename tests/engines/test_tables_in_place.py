@@ -63,6 +63,7 @@ def index(request: pytest.FixtureRequest, place: Path) -> TableIndex:
     return made(request.param, place)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", [None, LocalEngine(), Shuffling()])
 def test_answers_are_those_of_the_shards(engine: Engine | None, index: TableIndex, tmp_path: Path) -> None:
     if engine is None:
@@ -72,6 +73,7 @@ def test_answers_are_those_of_the_shards(engine: Engine | None, index: TableInde
     assert not list(tmp_path.rglob("train-*"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [4, 13, N])
 def test_any_row_groups_do(rows: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a few large parts."""

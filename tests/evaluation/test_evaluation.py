@@ -126,6 +126,7 @@ def test_exact_attributions_of_a_linear_model_reach_the_top(
     assert (result.low <= result.per_target).all() and (result.per_target <= result.high).all()
 
 
+@pytest.mark.slow
 def test_shuffled_scores_give_zero_within_the_interval(
     scores: np.ndarray, retrained: tuple[np.ndarray, np.ndarray]
 ) -> None:
@@ -138,6 +139,7 @@ def test_shuffled_scores_give_zero_within_the_interval(
     assert small.high - small.low < 0.6  # an interval that holds everything would say nothing
 
 
+@pytest.mark.slow
 def test_compared_attributions_are_resampled_together(
     scores: np.ndarray, retrained: tuple[np.ndarray, np.ndarray]
 ) -> None:
@@ -267,6 +269,7 @@ def test_addition_begins_with_nothing(regression: Regression, scores: np.ndarray
         evaluate_removal(removal_plan({"helpful": scores}, counts=[9]), masks, outputs)
 
 
+@pytest.mark.slow
 def test_mislabelled_rows() -> None:
     rows = Dataset.from_dict({"labels": [i % 3 for i in range(60)], "x": list(range(60))})
     changed, wrong = with_wrong_labels(rows, 0.2, seed=3)

@@ -16,6 +16,7 @@ def measured(repeats: int, subsets: int, targets: int, noise: float, seed: int =
     return truth, truth + noise * rng.normal(size=(repeats, subsets, targets))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("repeats", [2, 3, 6])
 @pytest.mark.parametrize("noise", [0.3, 1.0])
 def test_reliability_and_ceiling_of_known_noise(repeats: int, noise: float) -> None:

@@ -108,6 +108,7 @@ def test_they_raise_the_output_of_their_own_label(own: TrakAttributor, planted: 
     assert "raises" in found.verdict and found.similar is None and found.similar_rows == ()
 
 
+@pytest.mark.slow
 def test_attribution_finds_rows_with_an_effect(own: TrakAttributor, planted: Any) -> None:
     scored = own.featurize().attribute(planted[2], top_k=4)
     assert set(scored[0]["trak_harmful_indices"]) == set(PLANTED)
@@ -116,6 +117,7 @@ def test_attribution_finds_rows_with_an_effect(own: TrakAttributor, planted: Any
     assert own.verify(planted[2], scored[0]["trak_indices"]).change > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rows_have_no_effect(own: TrakAttributor, planted: Any, seed: int) -> None:
     others = np.setdiff1d(np.arange(N), PLANTED)
@@ -201,6 +203,7 @@ def test_weights_of_half_precision_are_put_back(planted: Any, tmp_path: Path) ->
     assert found.change == pytest.approx(whole.change, rel=0.1)  # weights that are rounded to 8 bits
 
 
+@pytest.mark.slow
 def test_checkpoints_are_averaged(planted: Any, tmp_path: Path) -> None:
     x, labels = blobs()
     torch.manual_seed(1)
@@ -257,6 +260,7 @@ def language() -> tuple[GPT2LMHeadModel, Dataset, Dataset]:
     return model.eval(), train, Dataset.from_dict({"input_ids": target.tolist(), "labels": labels.tolist()})
 
 
+@pytest.mark.slow
 def test_a_phrase_of_three_documents(language: Any, tmp_path: Path) -> None:
     model, train, target = language
     own = attributor(model, train, tmp_path / "trak", task="causal_lm")

@@ -146,6 +146,7 @@ def at_checkpoint(model: nn.Module, path: Path) -> DigitNet:
 # -- the formula -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["auto", "functional", "iterative"])
 def test_identity_projection_is_the_formula_of_the_paper(trained: Any, tmp_path: Path, engine: str) -> None:
     model, checkpoints, _ = trained

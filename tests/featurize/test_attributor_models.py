@@ -98,6 +98,7 @@ def alone(model: nn.Module, row: dict[str, Any]) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["auto", "functional", "iterative"])
 @pytest.mark.parametrize(("build", "rows"), [(convolutional, images), (vision_transformer, images), (bert, texts)])
 def test_features_are_the_gradients_of_samples_alone(

@@ -70,6 +70,7 @@ def test_no_combination_is_taken_of_methods_without_a_say() -> None:
     assert judged(tables, truth).chosen.method == LOW
 
 
+@pytest.mark.slow
 def test_the_figure_is_that_of_sums_over_random_rows() -> None:
     """`sums` against correlations of sums over 20,000 random halves of the rows."""
     truth = drawn(0) + 3
@@ -257,6 +258,7 @@ def test_a_choice_is_in_tables(calibrated, tmp_path: Path) -> None:
     assert again.read_bytes() == (directory / "trak" / "calibration.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_judge_or_a_choice_that_is_not_to_be_believed(calibrated, monkeypatch) -> None:
     """A hot replay judges nothing, and methods that agree with it by chance are not chosen."""
     attributor = calibrated[0]

@@ -88,6 +88,7 @@ def random_states() -> tuple[Any, ...]:
 # -- training does not notice ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("collect", "training"),
     [
@@ -117,6 +118,7 @@ def test_training_is_bit_identical_with_the_callback(plain, tmp_path, collect, t
     assert all(parameter.requires_grad for parameter in run.model.parameters())
 
 
+@pytest.mark.slow
 def test_dropout_and_shuffling_matter_in_this_run(plain, tmp_path):
     """The comparison above could not fail if the run drew no random numbers."""
     other = trainer(tmp_path, seed=4)
@@ -129,6 +131,7 @@ def test_dropout_and_shuffling_matter_in_this_run(plain, tmp_path):
 # -- what is kept ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("collect", "training", "kept"),
     [
@@ -148,6 +151,7 @@ def test_which_checkpoints_are_kept(tmp_path, collect, training, kept):
     assert not any("optimizer" in path.name for path in callback.directory.rglob("*"))
 
 
+@pytest.mark.slow
 def test_weights_take_no_space_until_the_trainer_deletes_its_own(tmp_path):
     callback = TrakCallback(config(tmp_path / "trak"))
     trainer(tmp_path / "out", [callback], save_total_limit=1).train()
@@ -155,6 +159,7 @@ def test_weights_take_no_space_until_the_trainer_deletes_its_own(tmp_path):
     assert shared == [1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_copies_where_there_are_no_hard_links(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(18, "Invalid cross-device link")
@@ -166,6 +171,7 @@ def test_copies_where_there_are_no_hard_links(tmp_path, monkeypatch):
     assert_holds(callback, watch)
 
 
+@pytest.mark.slow
 def test_saving_again_over_a_linked_file_leaves_the_collected_one(tmp_path):
     """What makes hard links safe: safetensors replaces files, it does not write into them."""
     watch, callback = Watch(), TrakCallback(config(tmp_path / "trak"))
@@ -308,6 +314,7 @@ def test_what_cannot_be_featurized_is_refused_before_training(tmp_path):
     assert run.state.global_step == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("collect", "training", "says"),
     [

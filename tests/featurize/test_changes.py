@@ -300,6 +300,7 @@ def test_defining_settings(featurized: Callable[[Setup], Path], tmp_path: Path, 
         ask(Setup(settings={name: DEFINING[name]}).attributor(directory), resume)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_other_settings_change_rounding_at_most(
     featurized: Callable[[Setup], Path], tmp_path: Path, name: str
@@ -341,6 +342,7 @@ def scored_exactly(
     return directory, scores_of(HYBRID, directory, False), scores_of(HYBRID, directory, True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_settings_of_exact_scores(
     scored_exactly: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path, name: str

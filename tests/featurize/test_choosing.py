@@ -133,6 +133,7 @@ def test_the_index_where_nothing_else_is_possible(directory: Path, monkeypatch) 
     assert taken([0]) == [Index()]
 
 
+@pytest.mark.slow
 def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, caplog, monkeypatch) -> None:
     """It is computed once, warned of once, and not tried again for other targets."""
     attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path, budget="best")).featurize()
@@ -173,6 +174,7 @@ def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypat
     assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draws", [1, 2])
 def test_what_auto_takes_of_random_rows(tmp_path: Path, draws: int, monkeypatch) -> None:
     """The best that there is has scores. A refinement multiplies by the curvature of one draw, and has none of two."""

@@ -46,6 +46,7 @@ def test_parameters_are_exact():
     assert one.parameters == 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"feature_dtype": "float16"}, {"proj_type": "none"}, {"shard_size": 7}])
 def test_bytes_on_disk(nets, tmp_path, options):
     attributor = make(nets[0], tmp_path, digits(0, N_TRAIN), **options).featurize(nets)

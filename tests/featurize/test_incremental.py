@@ -131,6 +131,7 @@ def test_a_revision_of_a_revision(original, nets, targets, tmp_path):
     assert_same(revised, make(nets[0], tmp_path / "scratch", expected).featurize(nets), targets)
 
 
+@pytest.mark.slow
 def test_more_than_half_left_out_sums_the_rest(original, nets, targets, tmp_path):
     few = [2, 20, 33, 50, 59]
     smaller = original.exclude(np.setdiff1d(np.arange(N_TRAIN), few))
@@ -155,6 +156,7 @@ def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
     assert read == [("checkpoint-0", 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_rows_of_any_shards(data, tmp_path_factory):
@@ -221,6 +223,7 @@ def test_revisions_of_one_store_do_not_mix(original, targets):
     assert original.exclude([1]).args.output_dir == first.args.output_dir
 
 
+@pytest.mark.slow
 def test_a_transform_stays(nets, targets, tmp_path):
     def halve(rows):
         return {**rows, "pixel_values": [torch.tensor(image) / 2 for image in rows["pixel_values"]]}
@@ -231,6 +234,7 @@ def test_a_transform_stays(nets, targets, tmp_path):
     assert relative_error(full_scores(larger, targets), full_scores(scratch, targets)) < 1e-4
 
 
+@pytest.mark.slow
 def test_datasets_without_columns(nets, targets, tmp_path):
     rows = list(digits(0, N_TRAIN).select_columns(["pixel_values", "labels"]))
     original = make(nets[0], tmp_path / "a", rows[:40]).featurize()

@@ -42,6 +42,7 @@ def attributor(directory: Path, train: Any, **options: Any) -> TrakAttributor:
     return TrakAttributor(Crowded(), trak_config(str(directory), **options), train, task="image_classification")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["auto", "functional"])
 @pytest.mark.parametrize("crowded", [range(32, 40), range(40, 48)], ids=["late", "last"])
 def test_rows_that_mix_in_a_later_batch(tmp_path: Path, crowded: range, engine: str) -> None:

@@ -579,6 +579,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], str, str]] = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("mistake", COMMANDS)
 def test_commands(mistake: str, files: Path, capsys: Any) -> None:
     argv, given, remedy = COMMANDS[mistake]

@@ -112,6 +112,7 @@ def modes(model: nn.Module) -> list[tuple[str, bool, Any]]:
 FAMILIES = ("gpt2", "llama", "mixtral", "bert", "t5", "vit")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     ("engine", "family"),

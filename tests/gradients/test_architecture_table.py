@@ -100,6 +100,7 @@ def test_pages_say_what_is_stored(command: ModuleType, table: ModuleType) -> Non
     assert f"fast engine for {hooked:,}" in readme
 
 
+@pytest.mark.slow
 def test_page_names_every_class(command: ModuleType) -> None:
     """Those of the installed transformers, tried or not."""
     page = (ROOT / "benchmarks" / "pages" / "architectures.md").read_text(encoding="utf-8")

@@ -158,6 +158,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> N
     assert float(error.max()) < tolerance
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("engine", [FunctionalGradientComputer, IterativeGradientComputer])
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_engines_equal_plain_autograd(build: Callable[[], tuple[nn.Module, Any]], engine: Any) -> None:
@@ -278,6 +279,7 @@ def built_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_the_size_of_blocks_can_be_chosen(built_blocks: list[int]) -> None:
     """By `per_sample_gradients`, and by whoever makes a gradient computer; the gradients are the same."""
     model, batch = small_bert()
@@ -565,6 +567,7 @@ def test_unknown_engine() -> None:
         make_gradient_computer("fast", model, Margin())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["auto", "functional", "iterative"])
 def test_per_sample_gradients(engine: str) -> None:
     model, batch = small_bert()

@@ -149,6 +149,7 @@ def by_document(model: nn.Module, task: BatchedModelOutput, pack: list[dict[str,
     return sum(gradient(model, task, {"input_ids": t, "labels": t}) for t in tensors)  # type: ignore[return-value]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["auto", "hooked", "functional", "iterative"])
 def test_packed_documents_do_not_attend_to_each_other(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     """transformers keeps them apart only without a cache, which `config.use_cache` asks for by default."""
@@ -163,6 +164,7 @@ def test_packed_documents_do_not_attend_to_each_other(engine: str, caplog: pytes
     assert model.config.use_cache is True
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["auto", "hooked", "functional", "iterative"])
 def test_a_packed_row_of_trl(engine: str) -> None:
     """One row at a time is how `packing=True` reaches the model: flat, with the documents' lengths beside it."""
@@ -275,6 +277,7 @@ def test_bf16_of_accelerate_stays_with_the_hooks(build: Callable[[], nn.Module],
     assert error(found, expected) < 2 * EPS
 
 
+@pytest.mark.slow
 def test_rounding_is_measured_where_it_is_large(prepared: Any) -> None:
     """The attention of a T5 is not scaled, and with a bias that needs a gradient another kernel computes it."""
     torch.manual_seed(0)

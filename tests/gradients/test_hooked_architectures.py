@@ -63,6 +63,7 @@ def cases(table: dict[str, list[str]]) -> list[Any]:
     return [pytest.param(head, kind, id=f"{kind}-{head}") for head, kinds in table.items() for kind in kinds]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("head", "model_type"), cases(QUICK))
 def test_architecture(head: str, model_type: str) -> None:
     """Padding masks, tied and reused layers, experts, relative position biases."""
@@ -70,6 +71,7 @@ def test_architecture(head: str, model_type: str) -> None:
     assert computer.engine == "hooked"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("head", "model_type"), cases(MORE))
 def test_more_architectures(head: str, model_type: str) -> None:
     check(*zoo.HEADS[head][1](model_type), zoo.last_logits)

@@ -148,6 +148,7 @@ class Wrapped(nn.Module):
         return torch.tanh(result[0] if isinstance(result, tuple) else result)
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize(("name", "layer", "batch"), LAYERS, ids=[name for name, _, _ in LAYERS])
 def test_layer(name: str, layer: nn.Module, batch: tuple[Tensor, ...]) -> None:
     """Every layer rule, and modules without one, against plain autograd on each sample alone."""
@@ -315,6 +316,7 @@ class Loose(nn.Module):
         return x @ self.out
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", [RelativeBias, Positions, Windows, SequenceMajor, RoutedBlock, Loose])
 @pytest.mark.parametrize("size", [4, 6])
 def test_hazards(kind: type[nn.Module], size: int) -> None:

@@ -173,6 +173,7 @@ def test_prompt_tuning_features_are_gradients_of_the_first_embeddings(tmp_path: 
     assert relative_error(stored(attributor)[0], projected(attributor, expected)) < 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapter", [lora, ia3, prompt_tuning])
 def test_the_base_is_neither_differentiated_nor_changed(adapter: Any, tmp_path: Path) -> None:
     """One sample at a time gives the same, so no sample sees another."""
@@ -190,6 +191,7 @@ def test_the_base_is_neither_differentiated_nor_changed(adapter: Any, tmp_path: 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("adapter", [lora, ia3, prompt_tuning])
 def test_adapter_directories_are_checkpoints(adapter: Any, tmp_path: Path) -> None:
     """`save_pretrained` of a `PeftModel` writes `adapter_model.safetensors`; the base comes from the model at hand."""

@@ -190,6 +190,7 @@ def require_written_once(model: nn.Module, ours: Counting) -> None:
         assert found.read["sjlt"] - sums == size, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_waits(case: Callable[[], Case]) -> None:
     """Count what waits beyond the plain step; some plain steps compare masks."""
@@ -229,6 +230,7 @@ def test_products_cost_as_many_operations_as_those_of_plain_weight_gradients() -
         assert ours.total.flops == theirs.total.flops
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [gpt2, bert, vit, lora_llama])
 def test_estimates_foretell_what_the_engine_launches(case: Callable[[], Case]) -> None:
     model, ours, _ = both(case)
@@ -256,6 +258,7 @@ def with_copies(*args: Any) -> Iterator[Any]:
 over_tokens, outer_pieces = linear.over_tokens, linear.outer_pieces
 
 
+@pytest.mark.slow
 def test_planted_waits_launches_and_copies_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     made = steps(vit(), "cpu")

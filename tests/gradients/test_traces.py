@@ -109,6 +109,7 @@ def gpt2() -> nn.Module:
                                       bos_token_id=1, eos_token_id=2)).eval()  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("order", [range(9), range(8, -1, -1), [4, 8, 1, 7, 0, 2, 6, 3, 5]])
 def test_two_widths_are_enough(gpt2: nn.Module, order: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are those of a trace per width, in whatever order batches come."""
@@ -230,6 +231,7 @@ class Expanded(Sequenced):
         return self.head(torch.tanh(self.first(x)) * scale)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [OtherLayer, OtherOrder, OtherUse, Chunks, Strides, Steps, Loops, Expanded])
 def test_models_that_change_with_the_width(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind()

@@ -75,6 +75,7 @@ def test_another_model(hub: Hub, client: Path, tmp_path: Path, network: Any, wor
         asked(tmp_path, network())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options, word",
     [

@@ -223,6 +223,7 @@ def test_a_directory_that_is_a_link_itself_is_the_users(copy: Path, published: P
 # -- what is published -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["out/model", "./out/model", "out", "../out/model", "out/run/model", "~/model"])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_paths_of_models_are_not_published_as_repos(

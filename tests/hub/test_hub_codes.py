@@ -133,6 +133,7 @@ def kept_heads(client: Path) -> list[str]:
 # -- publishing and loading ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_push_and_read_back(hub: Hub, client: Path, tmp_path: Path, dtype: str) -> None:
     local = make_codes(tmp_path / "store", dtype, k=90, rank=None)

@@ -389,6 +389,7 @@ def cached_shards(home: Path) -> list[str]:
     return sorted(path.name for path in home.rglob("train-*.safetensors"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["drop", "half", 500, "flip"])
 def test_broken_download_leaves_the_cache_clean(hub: Hub, client: Path, tmp_path: Path, kind: str | int) -> None:
     """After a lost connection or damage there is a clear error, nothing is kept, and the next call succeeds."""

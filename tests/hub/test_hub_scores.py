@@ -40,6 +40,7 @@ def full(n: int, m: int) -> Dataset:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("orientation", ["target", "train"])
 @pytest.mark.parametrize("kind", ["top", "full"])
 def test_round_trip(hub: Hub, client: Path, orientation: str, kind: str) -> None:

@@ -213,6 +213,7 @@ def stored(model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(model_identity(model), allow_nan=False))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", list(ALL))
 def test_use_leaves_the_identity_as_it_is(name: str, tmp_path: Path) -> None:
     """Forward and backward, modes, checkpointing, precision, storage."""
@@ -252,6 +253,7 @@ def test_adapters_come_back_from_files(tmp_path: Path) -> None:
         assert stored(loaded) == stored(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["gemma3", "bert", "lora", "own"], pytest.param(list(ALL), marks=pytest.mark.slow, id="all")]
 )
@@ -337,6 +339,7 @@ CHANGED: list[tuple[Callable[..., Built], dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.few(19)
 @pytest.mark.parametrize("build, options, says", CHANGED)
 def test_other_settings_are_said(build: Callable[..., Built], options: dict[str, Any], says: list[str]) -> None:
     lines = model_changes(stored(build()[0]), stored(build(**options)[0]))
@@ -493,6 +496,7 @@ def test_configs_of_a_users_model_are_compared() -> None:
         assert "config.eps: saved 0.1, given 0.2" in model_changes(*identities)
 
 
+@pytest.mark.slow
 def test_mixed_precision_devices_and_compilation_are_no_part_of_a_model() -> None:
     """What accelerate and torch wrap around a model. The precision of a run is a setting of the run."""
     model = gpt2()[0]

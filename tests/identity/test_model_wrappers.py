@@ -36,6 +36,7 @@ def refused(module: nn.Module) -> Any:
     return module
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["hooked", "functional", "iterative"])
 def test_a_model_compiled_in_place_is_run_as_it_is_written(engine: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -66,6 +67,7 @@ def wrappers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", list(wrappers()))
 def test_wrappers_are_taken_off(kind: str, tmp_path: Path) -> None:
     """Names, features and the store are those of the model itself."""

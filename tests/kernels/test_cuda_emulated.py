@@ -99,6 +99,7 @@ def test_sjlt_for_any_number_of_outputs(ampere, dtype, outputs, nonzeros):
     check_sjlt(ampere, dtype, 2, 20_000, outputs, 2**33 - 8195, nonzeros)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 1, 8191, 2**32 - 3, 2**63 - 20_000])
 @pytest.mark.parametrize("columns", [1, 2, 9, 8192, 12_001])
@@ -106,6 +107,7 @@ def test_sjlt_at_any_place_and_alignment(ampere, dtype, start, columns):
     check_sjlt(ampere, dtype, 3, columns, 130, start, before=random.randrange(9), between=random.randrange(9))
 
 
+@pytest.mark.slow
 def test_sjlt_in_several_splits(ampere):
     """Enough chunks for several splits: a workspace, and its reduction."""
     check_sjlt(ampere, torch.bfloat16, 2, 40 * 8192 + 17, 64, 100)
@@ -126,12 +128,14 @@ def test_rademacher_on_tensor_cores(tensor_cores, dtype, rows, terms, outputs, c
     )
 
 
+@pytest.mark.few(1)
 def test_rademacher_in_chains_and_splits(tensor_cores):
     """More positions than a chain and a split have."""
     check_rademacher(tensor_cores, torch.float32, 2, 9001, 3, 77, 2)
     assert [launch.kernel.file.partition("_")[0] for launch in tensor_cores.launches] == ["rademacher", "reduce"]
 
 
+@pytest.mark.slow
 def test_hopper_has_instructions_of_its_own(hopper):
     """Long chains of a single split, whose ends are added in shared memory, of 16-bit input too."""
     check_rademacher(hopper, torch.float32, 1, 4096, 2, 5, 2)
@@ -200,6 +204,7 @@ def test_sjlt_of_float16(ampere):
     check_sjlt(ampere, torch.float16, 3, 20_001, 4096, 2**32 - 9000, before=1, between=2)
 
 
+@pytest.mark.few(1)
 def test_batch_size_does_not_change_a_bit(tensor_cores):
     """Samples alone and in batches that take other tiles, with values whose sums are not exact."""
     block = torch.randn(70, 300).to(torch.bfloat16)

@@ -111,6 +111,7 @@ def test_groups_of_rows_do_not_change_a_bit(monkeypatch):
 # ---- The kernel on a CPU ----
 
 
+@pytest.mark.few(1)
 @emulated
 @pytest.mark.parametrize("size_bits", range(17))
 def test_every_size(runtime, size_bits):

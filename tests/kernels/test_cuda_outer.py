@@ -83,6 +83,7 @@ def test_any_matrix(runtime, dtype, tokens, layouts, height, width):
     check(runtime, left, right, random.choice([1, 7, 131, 1009, 4096]), start)
 
 
+@pytest.mark.few(2)
 @emulated
 @pytest.mark.parametrize(
     ("outputs", "nonzeros"), [(1, 1), (5, 1), (511, 1), (5119, 1), (8192, 1), (12_289, 1), (40_000, 1), (300, 3)]
@@ -93,6 +94,7 @@ def test_any_number_of_outputs(runtime, outputs, nonzeros):
     check(runtime, left, right, outputs, 2**40 + 3, nonzeros)
 
 
+@pytest.mark.slow
 @emulated
 def test_several_splits_and_more_tokens_than_an_instance_has(runtime):
     left, right = (factor(1, 18, size, torch.bfloat16, 2) for size in (2 * 2**17 // 64 + 100, 64))

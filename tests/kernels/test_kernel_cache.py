@@ -77,6 +77,7 @@ def test_a_file_that_others_can_write_is_not_loaded(planted: Path, tmp_path: Pat
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
 def test_a_directory_that_others_can_write_is_not_used(

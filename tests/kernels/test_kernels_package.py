@@ -103,6 +103,7 @@ def check_results(path: Path) -> None:
         assert float(tensor.abs().max()) > 0, name
 
 
+@pytest.mark.slow
 def test_same_bits_without_hf_trak(repository: Path, tmp_path: Path) -> None:
     script = WITHOUT_HF_TRAK + RESULTS + "package = by_path()\n" + AT_THE_END
     run(script, repository / "build" / "torch-cpu", tmp_path / "found.pt")

@@ -42,6 +42,7 @@ def by_torch(monkeypatch, *args, **kwargs):
         return projected(*args, **kwargs)
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize(
     "shape, cuts, k, nonzeros",

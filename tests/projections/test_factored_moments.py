@@ -110,6 +110,7 @@ def test_inner_products_are_unbiased(size: int, k: int, layers: int) -> None:
         assert error <= 0.1 * norms[0] * norms[1]
 
 
+@pytest.mark.slow
 def test_variance_of_the_two_sided_map() -> None:
     size, k, layers = ONE_LAYER
     found = features(size, k, layers)
@@ -120,6 +121,7 @@ def test_variance_of_the_two_sided_map() -> None:
         within((found[:, a] * found[:, b]).sum(1), expected)
 
 
+@pytest.mark.slow
 def test_variance_with_the_sparse_map() -> None:
     """Of the 6 · (9 + 6) numbers, 4 in a row never share an output: about 3 % of all pairs."""
     size, k, layers = SEVERAL

@@ -95,6 +95,7 @@ def batch_of(data: Any) -> dict[str, Tensor]:
 LANGUAGE = {"gpt2": lambda: made("gpt2"), "llama": lambda: made("llama"), "reusing": reusing}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_features_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     """Of GPT-2 (tied head, Conv1D), Llama, and a model that uses parameters several times."""
@@ -113,6 +114,7 @@ def config_of(directory: Path, **options: Any) -> TrakConfig:
     )  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt2", "qwen_moe", "vit"])
 def test_engines_agree_and_layers_come_as_factors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factors: list[tuple[int, ...]] = []
@@ -184,6 +186,7 @@ def test_another_map_is_refused(changed: dict[str, Any], tmp_path: Path) -> None
         attributor(made("vit"), "vit", tmp_path, **{**OPTIONS, **changed}).featurize()
 
 
+@pytest.mark.slow
 def test_an_index_that_is_loaded(tmp_path: Path) -> None:
     one = attributor(made("vit"), "vit", tmp_path, **OPTIONS).featurize()
     targets = sharded_jobs.rows("vit", 3, 2)
@@ -210,6 +213,7 @@ def _doubled(block: Any) -> Any:
     return 2 * block if isinstance(block, Tensor) else type(block)(2 * block.left, block.right)
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     for other in ({"curvature_whitened": True}, {"curvature": "hybrid"}):
         with pytest.raises(ValueError, match="`proj_type` is 'factored', with"):

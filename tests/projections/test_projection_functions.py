@@ -41,6 +41,7 @@ def projected(name: str, nonzeros: int, x: Tensor, **options: Any) -> Tensor:
     return MAPS[name](x, K, seed=SEED, model_id=2, **extra, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "nonzeros"), CASES)
 def test_values(name: str, nonzeros: int) -> None:
     """Those of the definition, and to the bit those of the projector."""
@@ -56,6 +57,7 @@ def test_values(name: str, nonzeros: int) -> None:
     assert torch.equal(projected(name, nonzeros, x), found * projector.scale)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "nonzeros", "n"),
     [
@@ -107,6 +109,7 @@ def test_transposed_function(name: str, nonzeros: int, dtype: torch.dtype) -> No
     assert torch.equal(back, projected(name, nonzeros, torch.ones(2, 3, n), scaled=False))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
 @pytest.mark.parametrize(("name", "nonzeros"), CASES)
 def test_derivatives(name: str, nonzeros: int) -> None:
@@ -130,6 +133,7 @@ def test_derivatives(name: str, nonzeros: int) -> None:
     assert torch.allclose(change, function(tangent), atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "nonzeros"), CASES)
 def test_operators(name: str, nonzeros: int) -> None:
     x, y = torch.randn(3, 40, requires_grad=True), torch.randn(3, K, requires_grad=True)
@@ -224,6 +228,7 @@ def test_compiled() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_inner_products() -> None:
     """Scaled maps keep inner products: the mean over seeds is within four standard errors."""
     torch.manual_seed(0)

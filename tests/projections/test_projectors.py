@@ -39,6 +39,7 @@ def entries(projector, start, n, model_id, form="accumulate"):
     return out.numpy()
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("start", [0, 8190, 2**20 - 50, 2**32 - 77, 2**40 + 511, 2**63 - 101])
 @pytest.mark.parametrize(
     ("name", "nonzeros", "k"), [(*entry, k) for entry in MAPS for k in (1, 3, 130) if entry[1] <= k]

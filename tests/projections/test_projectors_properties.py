@@ -71,6 +71,7 @@ def test_sjlt_signs_and_indices_equal_reference(start, n, k, seed, model_id, non
         assert [(j, int(out[i, j])) for j in columns] == expected
 
 
+@pytest.mark.few(2)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), seed=seeds, k=st.sampled_from([1, 7, 64, 500, 1024]))
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
@@ -94,6 +95,7 @@ def test_any_cut_and_order_gives_the_same_features(name, nonzeros, data, seed, k
     assert_within(sink.result(), whole, bound)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "nonzeros"), MAPS)
 @pytest.mark.parametrize("total", [300, 50_000])
 def test_same_cut_gives_the_same_bits(name, nonzeros, total):
@@ -143,6 +145,7 @@ def test_ones_have_the_parity_of_their_number(total):
         assert int(sparse.sum()) % 2 == total * nonzeros % 2
 
 
+@pytest.mark.slow
 def test_no_repeated_rows():
     """Neither equal nor opposite, over half a million parameters."""
     rows = []
@@ -159,6 +162,7 @@ def unique_calls(calls):
     return len(np.unique(words, axis=0)), len(words)
 
 
+@pytest.mark.slow
 def test_no_two_of_seed_model_and_block_share_bits():
     """Seeding with `base + 1000 · block + 100,000 · model` collides. 200,000 combinations, some built to collide."""
     seed_values = [*range(24), *(1000 * i for i in range(1, 5)), *(2**32 * i for i in range(1, 5)), 2**63 - 1, 100_000]

@@ -198,6 +198,7 @@ def test_sjlt_inner_products(name, k, nonzeros):
     check_bias_and_variance(features, gradients(name), k, subtract=1, lowest=0.2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("height", "width", "k"),
     [
@@ -250,6 +251,7 @@ def check_edges(eigenvalues, total, k):
     assert abs(float(eigenvalues[0]) / lower - 1) < 0.05
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("total", [5000, 50_000])
 @pytest.mark.parametrize("projector_class", [RademacherProjector, NormalProjector])
 def test_spectrum_ends_at_the_edge(projector_class, total):

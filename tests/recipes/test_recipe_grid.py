@@ -107,6 +107,7 @@ def test_a_transform_for_training_does_not_change_the_picture(train, scored, tmp
     assert (first == second).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "as_array",
     [

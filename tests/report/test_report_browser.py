@@ -105,6 +105,7 @@ def requests_beyond(page: Page, path: Path) -> list[str]:
     return [url for url in page.requests if not url.startswith("data:") and url != path.as_uri()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["pictures", "texts"])
 @pytest.mark.parametrize("size", [PHONE, DESKTOP, (320, 640)])
 def test_no_complaint_no_request_nothing_wider_than_the_screen(page, files, name, size, tmp_path):

@@ -112,6 +112,7 @@ def test_images_that_grow_when_they_are_decoded_take_little_memory(tmp_path: Pat
     assert int(result.stdout) < 1.5 * 4 * MOST_PIXELS / 2**20
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
@@ -240,6 +241,7 @@ def test_texts_labels_and_facts_of_enormous_length_are_cut(tmp_path: Path):
     assert f"{len(long) - 1200:,} more characters" in page
 
 
+@pytest.mark.slow
 def test_values_that_are_nested_too_deeply_are_said_to_be(tmp_path: Path):
     rows = [{"text": nested(100_000), "label": 1}, {"text": "plain", "label": 2}]
     scored = with_scores(Dataset.from_dict({"text": ["a", "b"]}), torch.randn(2, 2), k=2)

@@ -171,6 +171,7 @@ def test_saves_of_several_processes_into_one_directory(tmp_path: Path):
     assert names(directory) == ["run"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "moved"])
 @pytest.mark.parametrize("step", ["_check_file", "load_file", "_dataset"])
 def test_a_run_that_is_replaced_while_it_is_read(
@@ -434,6 +435,7 @@ def test_scores_that_cannot_be_right(tmp_path: Path, column: str, change: Callab
         AttributionRun.load(tmp_path)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -74,6 +74,7 @@ def rounding_of_targets(coded: CodedRows, targets: Tensor, largest: int = LARGES
     return rows.abs().sum(dim=1, keepdim=True) * steps / 2 * (1 + gamma(2)) + last
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("bits", "k"), FORMS)
 def test_integer_products_are_those_of_decoded_rows_and_rounded_targets(bits, k):
     coded, targets = encoded(37, bits, k), drawn_targets(3, k)

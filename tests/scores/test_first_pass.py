@@ -47,6 +47,7 @@ def test_the_scores_are_those_of_whole_rows(attributor):
     assert (np.diff(scores, axis=1) <= 0).all()
 
 
+@pytest.mark.slow
 def test_all_rows_as_candidates_are_the_full_scan(attributor):
     targets = digits(1000, 1006)
     expected = attributor.attribute(targets, top_k=5)
@@ -57,6 +58,7 @@ def test_all_rows_as_candidates_are_the_full_scan(attributor):
     assert found.features == expected.features
 
 
+@pytest.mark.slow
 def test_most_of_the_best_rows_are_found(attributor):
     """An eighth of the bytes, and the whole rows of 120 candidates of 700 for each target and end."""
     targets = digits(1000, 1020)
@@ -103,6 +105,7 @@ def test_what_a_first_pass_misses_is_measured(attributor):
     assert (measured[0].bytes_before, measured[0].bytes_after) == (4100, 516)
 
 
+@pytest.mark.slow
 def test_groups_of_targets(attributor):
     targets = digits(1000, 1012)
     expected = attributor.attribute(targets, top_k=5, group_by="source")
@@ -121,6 +124,7 @@ def _flip(path: Path, tensor: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tensor", ["scale", "codes.00", "out_to_loss", "codes.01"])
 def test_what_is_read_is_checked(nets, tmp_path, tensor):
     options = {"proj_dim": K, "feature_dtype": "int2", "shard_size": 32, "per_device_batch_size": 32}

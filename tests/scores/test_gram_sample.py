@@ -111,6 +111,7 @@ def test_the_sample_is_the_one_that_is_written_down(tmp_path, dtype):
     assert found.trace == pytest.approx(float(total.trace()), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_any_division_and_engine_and_the_same_rows_for_any_shards(tmp_path):
     store = make_store(tmp_path / "a", features())
     expected = estimated(store)

@@ -50,6 +50,7 @@ def test_a_quantized_index_finds_most(attributor):
     assert np.mean([len(set(a) & set(b)) / 5 for a, b in zip(expected, found, strict=True)]) > 0.9
 
 
+@pytest.mark.few(1)
 def test_a_saved_index_belongs_to_its_features(attributor, nets, tmp_path):
     first = attributor.build_search("Flat", directory=tmp_path / "search")
     again = attributor.build_search("Flat", directory=tmp_path / "search")

@@ -146,6 +146,7 @@ def test_a_gram_matrix_that_is_there_is_used(store: FeatureStore, monkeypatch: p
     assert scorer(store).report(0).kind == "primal"
 
 
+@pytest.mark.slow
 def test_few_rows_never_make_a_matrix_of_features(tmp_path: Path) -> None:
     """With whole gradients of a large layer, P × P would be 1.3 TB; with the default k, 128 MiB for 20 rows."""
     torch.manual_seed(0)

@@ -114,6 +114,7 @@ def bytes_of(directory: Path, pattern: str) -> dict[str, str]:
 # -- exact solvers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_primal_and_dual_agree(tmp_path: Path, shape: tuple[int, int], spectrum: str) -> None:
@@ -132,6 +133,7 @@ def test_primal_and_dual_agree(tmp_path: Path, shape: tuple[int, int], spectrum:
         torch.testing.assert_close(found, same, rtol=4 * 2.0**-24, atol=0.0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lambda_and_condition_number_are_the_same(tmp_path: Path, shape: tuple[int, int], spectrum: str) -> None:
@@ -201,6 +203,7 @@ def test_a_large_ridge_keeps_small_self_influence(tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size, columns", [(1, 3), (30, 20), (700, 900), (1100, 1200)])
 def test_largest_eigenvalues(size: int, columns: int) -> None:
     """Large matrices go to an iteration; a gap of 1 % between the first two is enough for nine digits."""
@@ -216,6 +219,7 @@ def test_largest_eigenvalues(size: int, columns: int) -> None:
 # -- low rank --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rank_that_covers_everything_is_exact(tmp_path: Path, shape: tuple[int, int], spectrum: str) -> None:
@@ -232,6 +236,7 @@ def test_a_rank_that_covers_everything_is_exact(tmp_path: Path, shape: tuple[int
     assert system.error < 100 * bound
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [3, 16])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_errors_stay_within_their_bound(tmp_path: Path, spectrum: str, rank: int) -> None:

@@ -66,6 +66,7 @@ def by_target(table: pa.Table, k: int) -> NDArray[Any]:
     return table.column("row_id").to_numpy().reshape(M, k)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fragments_in_any_order_have_the_best_rows(tmp_path: Path, dtype: str, largest: bool) -> None:
@@ -81,6 +82,7 @@ def test_fragments_in_any_order_have_the_best_rows(tmp_path: Path, dtype: str, l
         assert merge_top(order, 6, largest).equals(best)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_codes_have_the_same_bits_for_any_division(tmp_path: Path, dtype: str) -> None:
     whole = pa.Table.from_batches([batch_of(shard) for shard in made(tmp_path, dtype).train(0)])
@@ -91,6 +93,7 @@ def test_codes_have_the_same_bits_for_any_division(tmp_path: Path, dtype: str) -
         assert merge_top((score_batch(part, targets(), 6) for part in parts), 6).equals(best)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_attribute_gives_the_same_bits(tmp_path: Path, dtype: str) -> None:
     """From a real model, through a file and pickled targets, beside columns of the rows."""
@@ -142,6 +145,7 @@ def test_gram_matrices_of_fragments_add_up(tmp_path: Path) -> None:
     np.testing.assert_array_equal(by_target(best, 1)[:, 0], scores.argmax(axis=0))
 
 
+@pytest.mark.slow
 def test_ten_thousand_fragments_are_merged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_trak.scores.tables._HELD", 500)
     rng, seen, alive = np.random.default_rng(0), [], 0
@@ -164,6 +168,7 @@ def test_ten_thousand_fragments_are_merged_a_few_at_a_time(monkeypatch: pytest.M
     assert alive - before < 2**20  # all of them have 1.2 MB as numbers, and thirty times that in buffers of 64 bytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_there_and_back_all_bits_are_the_same(tmp_path: Path, dtype: str, shuffled: bool) -> None:

@@ -40,6 +40,7 @@ def float_store(net, tmp_path_factory) -> TrakAttributor:
     return coded(net, tmp_path_factory.mktemp("float"), "float32").featurize()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()
@@ -51,6 +52,7 @@ def test_the_store_holds_codes_of_the_rotated_features(net, float_store, tmp_pat
     assert size <= N * (store.code_format.row_bytes + 8) + 4 * 2048  # codes, scale and q, and four headers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1"])
 def test_scores_are_those_of_the_decoded_features(net, tmp_path, dtype):
     attributor = coded(net, tmp_path, dtype).featurize()

@@ -54,6 +54,7 @@ def test_codes_equal_their_definition(k, bits):
         assert found.decode()[number].tolist() == expected
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("k", [1, 2, 4, 8, 512, 4096])
 def test_the_transform_is_that_of_sylvester(k):
     indices = torch.arange(k)

@@ -71,6 +71,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 # -- the bits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "int1", "bfloat16"])
 def test_float32_gives_the_bits_of_featurizing_anew(
     nets: list[torch.nn.Module], featurized: Path, tmp_path: Path, dtype: str
@@ -90,6 +91,7 @@ def test_float32_gives_the_bits_of_featurizing_anew(
     assert np.array_equal(full_scores(again, digits(200, 203)), full_scores(direct, digits(200, 203)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("before", "dtype"), [("bfloat16", "int1"), ("float16", "int8"), ("int8", "int2")])
 def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Path, before: str, dtype: str) -> None:
     """The features are those of the source, rounded once more, and the record of the checkpoint names both steps."""
@@ -113,6 +115,7 @@ def test_what_was_rounded_before_is_recorded(net: torch.nn.Module, tmp_path: Pat
         assert torch.equal(expected.scale, new.coded.scale) and torch.equal(old.out_to_loss, new.out_to_loss)
 
 
+@pytest.mark.slow
 def test_signs_survive_any_detour(net: torch.nn.Module, tmp_path: Path) -> None:
     """Levels lie symmetrically around 0 and never on it: one bit from 8, 4 or 2 is one bit from float32."""
     source = make(net, tmp_path / "source", digits(0, N)).featurize()
@@ -155,6 +158,7 @@ def test_a_killed_conversion_is_finished_by_the_same_call(tmp_path: Path) -> Non
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_convert_the_same_bits(tmp_path: Path) -> None:
     store_jobs.make(tmp_path / "source", SIZES).featurize(store_jobs.models(2))
@@ -236,6 +240,7 @@ def test_a_damaged_source_is_named(tmp_path: Path) -> None:
 # -- the fidelity ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fidelity_is_that_of_attributed_scores(
     nets: list[torch.nn.Module], featurized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +272,7 @@ def test_fidelity_is_that_of_attributed_scores(
     assert part.rows == 30 and part.scores.spearman[0] == pytest.approx(sampled, abs=0.01)
 
 
+@pytest.mark.slow
 def test_fewer_bits_cost_more(featurized: Path, tmp_path: Path) -> None:
     source = FeatureStore.load(featurized)
     found = {}
@@ -287,6 +293,7 @@ def test_too_few_rows_to_compare(tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The result is a run of its own: later commands find model, rows and settings there."""
     write_reviews(tmp_path)
@@ -342,6 +349,7 @@ def test_a_copy_of_an_index_is_converted(
     assert "was refused: the checksum" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_attributors_of_an_index_are_converted(net: torch.nn.Module, featurized: Path, tmp_path: Path) -> None:
     options = {"task": "image_classification", "use_cpu": True}
     attributor = TrakAttributor.from_pretrained(str(featurized), net, train_dataset=digits(0, N), **options)

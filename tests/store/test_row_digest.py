@@ -246,6 +246,7 @@ def digests_of_sets() -> list[str]:
     return [digest_of(value) for value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jobs_with_one_thread")
 def test_digests_are_the_same_in_every_process(tmp_path: Path) -> None:
     """Whatever the hash seed of the process, which decides the order of sets: jobs have another one."""

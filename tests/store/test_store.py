@@ -102,6 +102,7 @@ def whole_store(directory: Path) -> int:
     return hash("seed")
 
 
+@pytest.mark.slow
 def test_same_content_gives_the_same_bytes_in_every_process(tmp_path):
     """safetensors writes several metadata keys in random order; a shard has one, so its bytes are reproducible."""
     report = Job(tmp_path / "report.json", whole_store, tmp_path / "there").wait()
@@ -403,6 +404,7 @@ def created(directory: Path, name: str) -> list[int]:
     return [i for i in range(200) if create_bytes(directory / str(i), (name * 5000).encode())]
 
 
+@pytest.mark.slow
 def test_creation_has_one_winner(tmp_path):
     place = tmp_path / "files"
     place.mkdir()

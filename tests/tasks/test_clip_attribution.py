@@ -184,6 +184,7 @@ def definition(name: str, model: torch.nn.Module, train: Dataset) -> tuple[torch
     return torch.stack(rows), q.detach()
 
 
+@pytest.mark.few(2)
 def test_features_are_those_of_the_definition_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
     """Neither batch size nor company changes a pair's features; q of a batch of one is not 0."""
     model, train = make_model(name, tmp_path), pairs(0, 11)
@@ -198,6 +199,7 @@ def test_features_are_those_of_the_definition_alone_and_in_any_batch(name: str, 
         assert float(found[1].min()) > 0.05
 
 
+@pytest.mark.few(2)
 def test_features_do_not_depend_on_the_order_in_a_batch(name: str, tmp_path: Path) -> None:
     model, train = make_model(name, tmp_path), pairs(0, 8)
     attributor = make(model, tmp_path / "trak", train).featurize()

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_features_are_gradients_of_the_trainers_own_loss(case: str, tmp_path: Path) -> None:
     """The loss itself, called on one row after the other, tokenizes, pads and averages for itself."""

@@ -138,6 +138,7 @@ def count_deferred(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return shapes
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_gradients_are_those_with_logits(small, name, rows):
@@ -309,6 +310,7 @@ def test_margins_of_labels_outside_and_of_other_labels(small):
             torch.testing.assert_close(margins_of(logits, given), margin(whole, given))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_first_batch_is_checked_against_plain_autograd(small, whole, wrong):

@@ -35,6 +35,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("name", TASKS)
@@ -64,6 +65,7 @@ def test_rows_have_the_gradient_of_their_own_loss(positions, name, kind, rows):
         assert float((found - expected).norm()) <= 1e-6 * float(expected.norm()) + 1e-9
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dpo-sigmoid", "orpo", "grpo"])
 def test_two_runs_have_the_same_bits(positions, name):
     task, _ = CASES[name]
@@ -78,6 +80,7 @@ def test_two_runs_have_the_same_bits(positions, name):
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("chunked_from", [0, 2**60])
 @pytest.mark.parametrize("name", ["dpo-sigmoid", "kto", "orpo", "grpo", "ppo"])

@@ -85,6 +85,7 @@ def expected_of(model: nn.Module, batch: Any, function: str) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in filled])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("function", "kind", "labels"),
     [

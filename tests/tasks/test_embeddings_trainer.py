@@ -108,6 +108,7 @@ def test_ranking_loss(tmp_path, symmetric):
         assert float(loss(inputs, None)) == pytest.approx(float(loss_of(own, 4, alone=False).mean()), abs=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["CosineSimilarityLoss", "ContrastiveLoss", "TripletLoss"])
 def test_losses_of_rows(tmp_path, kind):
     model = encoder(tmp_path / "model")

@@ -94,6 +94,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("engine", ["hooked", "iterative"])
 @pytest.mark.parametrize("name", CASES)
 def test_f_q_and_gradients_equal_float64_autograd_on_each_sample_alone(name, engine):

@@ -141,6 +141,7 @@ def agree(result, expected) -> None:
 # -- f, q and gradients against float64, alone and padded on either side ---------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("aggregation", ["sum", "mean"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", CAUSAL)
@@ -152,6 +153,7 @@ def test_causal_lm_equals_each_sample_alone(family, side, aggregation):
     agree(engine_result(CAUSAL[family], task, padded(given, side)), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", BESIDE)
 def test_labels_beside_the_inputs_equal_each_sample_alone(family, side):
@@ -162,6 +164,7 @@ def test_labels_beside_the_inputs_equal_each_sample_alone(family, side):
     agree(engine_result(build, get_task(name), padded(given, side, pad)), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_seq2seq_equals_each_sample_alone(family, side):
@@ -449,6 +452,7 @@ def test_decoder_inputs_are_the_models_own():
         torch.testing.assert_close(given, own)
 
 
+@pytest.mark.slow
 def test_positions_are_counted_through_wrappers_too():
     model, batch = CAUSAL["gpt2"](), padded(rows(), "left")
     for wrapped in (model, torch.compile(model), torch.nn.DataParallel(model)):

@@ -21,6 +21,7 @@ def exact(logits: torch.Tensor, label: int, temperature: float = 1.0) -> tuple[f
     return float((true / others).ln()), float(others / (true + others)), float((true / (true + others)).ln())
 
 
+@pytest.mark.few(33)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [2, 3, 1000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 17.0, 100.0, 1000.0])

@@ -123,6 +123,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: fl
     assert norm > 0 and difference.sqrt() <= tolerance * norm.sqrt()  # type: ignore[union-attr]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["dpo", "reward", "orpo"])
 def test_rows_have_the_gradient_of_the_trainers_loss(name: str, adapted: bool, tmp_path: Path) -> None:
@@ -136,6 +137,7 @@ def test_rows_have_the_gradient_of_the_trainers_loss(name: str, adapted: bool, t
         assert_same({parameter: gradient[row] for parameter, gradient in found.items()}, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", [["ipo"], ["hinge"], ["robust"], ["sigmoid_norm"]], ids=lambda loss: loss[0])
 def test_other_losses_of_dpo(loss: list[str], tmp_path: Path) -> None:
     trainer = trainer_of("dpo", tmp_path, loss_type=loss, label_smoothing=0.1, beta=0.05)
@@ -205,6 +207,7 @@ def test_the_loss_of_the_router_is_part_of_the_loss_of_orpo(tmp_path: Path) -> N
         attributor_of(trainer, tmp_path / "other", task="gauss_newton").featurize()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dpo", "reward", "kto", "orpo"])
 def test_the_task_loss_is_the_loss_of_the_trainer(name: str, tmp_path: Path) -> None:
     """The features of the task `loss` are those of the task of the trainer, times q."""
@@ -239,6 +242,7 @@ def grpo_inputs(trainer: Any, row: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_rollouts_have_the_gradient_of_the_loss_of_grpo(loss: str, adapted: bool, tmp_path: Path) -> None:
@@ -276,6 +280,7 @@ def test_a_policy_that_has_moved(weighted: bool, tmp_path: Path) -> None:
         assert_same({parameter: gradient[row] for parameter, gradient in found.items()}, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_references_are_those_that_the_trainer_computes(name: str, adapted: bool, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def alone(model: nn.Module, row: dict[str, Any], collator: Any) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in filled])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_features_are_the_gradients_of_minus_the_loss_of_each_row(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -136,6 +136,7 @@ def test_no_two_numbers_share_bits():
     assert numbers.min() > 0 and numbers.max() < 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("classes", [5, 256, 700])
 def test_frequencies_are_those_of_the_softmax(classes):
     """χ² of the counts, with a chance of one in a million to be that large."""
@@ -385,6 +386,7 @@ def drawn_by_hand(name: str, result: Any, row: dict[str, Tensor], draws: Draws) 
     return logits.log_softmax(-1).gather(-1, drawn[..., None]).sum()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("engine", ["hooked", "functional"])
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_give_the_gradients_of_plain_autograd(name, engine):

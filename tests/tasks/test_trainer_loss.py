@@ -287,6 +287,7 @@ def features(own: TrakAttributor) -> Tensor:
     return torch.cat([shard.grads for shard in own.featurize().features.store.train(0)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "task"),
     [
@@ -304,6 +305,7 @@ def test_features_are_the_gradients_of_minus_the_trainers_loss(case: str, task: 
     assert float(error.max()) <= 1e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", ["weighted", "focal", "smoothed", "binary", "two heads"])
 def test_one_pass_serves_a_batch(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_trak"):
@@ -365,6 +367,7 @@ PER_TOKEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [*(sorted(CASES.keys() - {"boxes"})), *PER_TOKEN])
 def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The gradient of the trainer's loss of all rows in one batch is the sum of the features, but for one factor."""

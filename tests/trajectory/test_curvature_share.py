@@ -45,6 +45,7 @@ def test_steps_get_rows_in_proportion_to_their_rates(share: float) -> None:
     assert RowDraws.of([3, 5], torch.zeros(2), 1.0, 0).counts == [3, 5]
 
 
+@pytest.mark.slow
 def test_fewer_rows_are_less_work_and_other_scores(tmp_path: Path) -> None:
     assert trainings(5, 1.0, "hessian") == 12 == trainings(10, 0.5, "hessian")
     run = recorded(tmp_path)

@@ -146,6 +146,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_derivatives_are_those_of_training_again(case):
     rule, optimizer, fixed, given, own, max_norm, schedule = CASES[case]

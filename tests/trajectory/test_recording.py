@@ -40,6 +40,7 @@ def record_of(directory: Path) -> RunRecord:
     return RunRecord.open(directory / "trak" / "trajectory" / "run")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,6 +61,7 @@ def test_rows_are_those_of_the_batches(tmp_path: Path, options: dict[str, Any]) 
     assert [list(batch.rows) for step in steps for batch in step.batches] == seen
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}], ids=["plain", "bf16", "own"]
 )

@@ -187,6 +187,7 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
     assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
 
 
+@pytest.mark.slow
 def test_a_retraining_is_predicted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.002, "max_grad_norm": 0.0}
     run = recorded(tmp_path, **options)

@@ -830,6 +830,7 @@ def test_bad_checkpoints_and_ids(tmp_path, data, checkpoints):
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "..", "/tmp/x", ".x", "a\\b", "nul\0"])
 def test_experiment_names_cannot_leave_the_directory(tmp_path, data, checkpoints, name):
     traker = make_traker(tmp_path / "store")
@@ -917,6 +918,7 @@ def test_corrupted_gradients_are_refused(tmp_path, data, checkpoints):
     assert relative(run_scores(traker, data, checkpoints[:1]), closed_form(checkpoints[:1], data)) < 2e-3
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_their_batch(tmp_path, data, checkpoints):
     """Neither the size nor the composition of its batch changes a sample's features."""
     found = []

@@ -77,6 +77,7 @@ def test_tokens_add_up_and_are_cut_from_the_text(session: IndexSession) -> None:
     assert max(map(abs, shares)) == pytest.approx(1) and tokens[0].share is None, "nothing precedes the first token"
 
 
+@pytest.mark.slow
 def test_another_ridge_and_checkpoint_count_and_factors_are_kept(session: IndexSession) -> None:
     plain, other = session.ask(Question(TARGET)), session.ask(Question(TARGET, lambda_relative=10.0))
     assert not np.allclose(plain.scores, other.scores, rtol=0.1)
