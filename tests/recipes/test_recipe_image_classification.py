@@ -95,6 +95,7 @@ def test_a_run_leaves_scores_that_refer_to_the_training_rows(finished):
     assert "Target " in printed and "helped most: " in printed
 
 
+@pytest.mark.slow
 def test_the_summary_agrees_with_the_scores(finished):
     directory, printed = finished
     summary = json.loads((directory / "out" / "summary.json").read_text())
@@ -138,6 +139,7 @@ def test_the_same_command_under_accelerate_launch_computes_nothing_again(finishe
     assert "train_runtime" in printed and "train_runtime" not in again
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_and_leave_everything_as_it_was(finished, recipe):
     directory = finished[0]
     before = shard_times(directory)

@@ -513,7 +513,8 @@ def with_file_limit(limit: int, directory: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limit", [0, 3000])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("limit", [3000, 0])
 def test_a_run_that_cannot_be_written_is_named_with_the_space_that_is_free(tmp_path: Path, limit: int):
     build(0).save(tmp_path / "run")
     report = Job(tmp_path / "report.json", with_file_limit, limit, str(tmp_path / "run")).wait()

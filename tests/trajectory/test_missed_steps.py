@@ -31,6 +31,7 @@ class Decaying(TrainerCallback):
 SWAPPED = TRAIN.select([0, 2, 1, *range(3, len(TRAIN))])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("callbacks", "rows", "missed"),
     [([], TRAIN, False), ([], SWAPPED, True), ([Scaled()], TRAIN, True), ([Decaying()], TRAIN, True)],
