@@ -262,8 +262,28 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: _FirstRows
         # losses that are not finite have their rows named when it comes to them
         ratios = [one * weight / other for one, other, weight in pairs if math.isfinite(one) and other]
         if not ratios or not max(ratios) - min(ratios) > allowed * max(map(abs, ratios)):
-            return None
+            return None if _is_of_transformers(model) else _weighed_otherwise(own, model, first, weights)
     return f"rows have the losses {found}, and not {known}"
+
+
+def _is_of_transformers(model: torch.nn.Module) -> bool:
+    """Tell whether the loss is computed by a class of `transformers`, which weighs rows by their labels."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return type(base).forward.__module__.partition(".")[0] == "transformers"
+
+
+def _weighed_otherwise(
+    own: TrainerLossModelOutput, model: torch.nn.Module, first: _FirstRows, weights: list[int]
+) -> str | None:
+    """Say that a batch weighs the losses of its rows otherwise than a task, whose losses have these weights."""
+    _check_rows(own, model, first)
+    if own.labels_from is None:
+        counts = [1] * len(weights)
+    else:
+        counts = [int((one["labels"][:, own.labels_from :] != -100).sum()) for one in first.alone]
+    ratios = [weight / count for weight, count in zip(weights, counts, strict=True) if count]
+    same = not ratios or max(ratios) - min(ratios) <= _UNEQUAL * max(ratios)
+    return None if same else f"a batch gives its rows the weights {counts}, and not {weights}"
 
 
 def _allowed(model: torch.nn.Module) -> float:

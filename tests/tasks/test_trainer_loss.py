@@ -161,6 +161,17 @@ class OwnWeights(OwnRare):
         return made
 
 
+class RowMeans(hf.BertForTokenClassification):
+    """A mean over the rows of a batch of the means over their tokens."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            losses = functional.cross_entropy(made.logits.transpose(1, 2), labels, reduction="none")
+            made["loss"] = (losses.sum(1) / (labels != -100).sum(1)).mean()
+        return made
+
+
 class Referring(hf.Trainer):
     """Asks the model without derivatives first, as for the answers of a reference."""
 
@@ -356,6 +367,9 @@ PER_TOKEN: dict[str, Any] = {
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_weighed,
     ),
     "weights of classes in the model": lambda path: made(path, hf.Trainer, bert(OwnWeights), classes()),
+    "means of rows in the model": lambda path: made(
+        path, hf.Trainer, bert(RowMeans), tagged(), hf.DataCollatorForTokenClassification(tokenizer())
+    ),
     "no labels in the first row": lambda path: made(
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(without=0),
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_summed,
