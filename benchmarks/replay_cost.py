@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import disable_progress_bars
 from replay import SHARES, bank, recorded
 from replay_cases import CASES as TRAININGS
@@ -26,17 +28,22 @@ from replay_cases import gpt2_config, help_texts
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
+from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.evaluation import evaluate_lds
 from hf_trak.methods import Replay
 
 CASES = {
-    **{f"m{m} f{f:g}": {"m": m, "share": f} for f in (0.1, 0.2, 0.5) for m in (1, 10, 40)},
-    **{f"m{m} f1": {"m": m, "share": 1.0} for m in (1, 10)},
+    **{f"m{m} f{f:g}": {"m": m, "share": f} for f in (0.1, 0.2, 0.5, 1) for m in (1, 10, 40)},
+    "m10 f1 in two processes": {"m": 10, "share": 1.0},
     "m10 f0.2 T20": {"m": 10, "share": 0.2, "epochs": 1},
     "m10 f0.2 T120": {"m": 10, "share": 0.2, "epochs": 6},
     "m10 f0.2 wide": {"m": 10, "share": 0.2, "width": 120},
 }
-"""Targets, share, and what is other than in the run of the bank: epochs and the width of the model."""
+"""Targets, share, and what is other than in the run of the bank: epochs and the width of the model. Two processes ask
+the run of the case before, and their seconds are those of both."""
+
+
+TWO = " in two processes"
 
 
 def measured(work: Path, name: str, m: int, share: float, epochs: int = 3, width: int = 60) -> dict[str, Any]:
@@ -64,6 +71,28 @@ def measured(work: Path, name: str, m: int, share: float, epochs: int = 3, width
                 mean = evaluate_lds(np.array(found["trak_scores"]).T, *truth).mean
                 figures[title] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
     return figures
+
+
+def measured_by_two(work: Path, name: str, m: int, share: float) -> dict[str, Any]:
+    """Replay a run that is recorded in one of two processes, and return the figures."""
+    case = replace(TRAININGS["gpt2"], targets=m, options={"num_train_epochs": 3})
+    place = work / "-".join(["cost", *name.removesuffix(TWO).split()])
+    rows, targets = case.split()
+    model = GPT2LMHeadModel.from_pretrained(
+        max((place / "out").glob("checkpoint-*"), key=lambda one: one.stat().st_mtime)
+    )
+    config = TrakConfig(str(place / "trak"), per_device_batch_size=30, use_cpu=True)
+    attributor = TrakAttributor(model, config, train_dataset=rows, task=case.task)
+    before, begun = _peak(), (time.process_time(), time.monotonic())
+    attributor.attribute(targets, top_k=None, method=Replay(of="run", hessian_share=share), name="two")
+    spent = gather_object([(time.process_time() - begun[0], time.monotonic() - begun[1], _peak() - before)])
+    summary = attributor.trajectory()
+    return {
+        "seconds": round(sum(one for one, _, _ in spent), 1), "clock": round(max(one for _, one, _ in spent), 1),
+        "training": json.loads((place / "about.json").read_text())["seconds"], "steps": summary.steps,
+        "parameters": summary.parameters, "passes": round(summary.passes(m, share) / summary.epochs, 1),
+        "megabytes": round(max(one for _, _, one in spent) / 2**20), "formula": round(summary.memory(m) / 2**20),
+    }  # fmt: skip
 
 
 def _peak() -> int:
@@ -97,11 +126,14 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in [] if given.print else given.cases:
         if given.alone:
-            results[name] = measured(given.work, name, **CASES[name])
-            path.write_text(json.dumps(results, indent=2))
-            print(name, results[name], flush=True)
+            measure = measured_by_two if name.endswith(TWO) else measured
+            results[name] = measure(given.work, name, **CASES[name])
+            if PartialState().is_main_process:
+                path.write_text(json.dumps(results, indent=2))
+                print(name, results[name], flush=True)
         elif name not in results:
-            command = [sys.executable, __file__, "--work", str(given.work), "--alone", "--cases", name]
+            runner = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if name.endswith(TWO) else []
+            command = [sys.executable, *runner, __file__, "--work", str(given.work), "--alone", "--cases", name]
             subprocess.run(command, check=True)
     if given.print:
         print(table(results))
