@@ -107,6 +107,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
     if first is not None:
         if task.batch_columns and (own := _first_rows(trainer, model, rows, collator)) is not None:
             task.own_columns = frozenset(own.alone[0])
+        task.padded = first.padded
         if reads_mode(trainer):
             _compare_modes(task, model, first)
         _check_rows(task, model, first)
@@ -192,19 +193,32 @@ class _FirstRows:
             for row in _looked_at(rows):
                 one = dict(batches.alone(row).items())
                 apart = sum(not torch.equal(first[name], one[name]) for name in told if name in one)
-                apart += abs(_label_count(one) - labels) > _UNEQUAL * labels
+                count_of_it = _label_count(one)
+                apart += count_of_it > 0 and abs(count_of_it - labels) > _UNEQUAL * labels
                 if apart > most:
                     other, most = row, apart
                 if len(found) < count or other == row:
                     found[row] = one
-                if most == len(told) + (labels > 0) and len(found) >= count:
+                if most >= len(told) + (labels > 0) and len(found) >= count:
                     break
             places = list(dict.fromkeys([0, other, *found]))[:count]
             self.alone = [found[row] for row in places]
-            _, together = next(batches.iterate([places]))
-        self.together: dict[str, Any] | None = dict(together.items())
-        if len(places) < 2 or size_of(together) != len(places):
-            self.together = None
+            self.together: dict[str, Any] | None = None
+            try:
+                _, together = next(batches.iterate([places]))
+            except Exception as error:  # whatever a user's collator may raise of rows that it never had in a batch
+                logger.debug("The first rows make no common batch: %r", error)
+            else:
+                if len(places) > 1 and size_of(together) == len(places):
+                    self.together = dict(together.items())
+
+    @property
+    def padded(self) -> bool:
+        """Tell whether all rows have one width of their own, and some are padded on the left: by the dataset."""
+        masks = [one.get("attention_mask") for one in self.alone]
+        given = [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+        alike = len(given) > 1 and len({mask.shape[1] for mask in given}) == 1
+        return alike and any(bool((mask[:, 0] == 0).any()) for mask in given)
 
 
 def _of_rows(name: str, value: Tensor) -> bool:
@@ -356,10 +370,12 @@ def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _Fi
     allowed = 10 * _allowed(model)
     with evaluating(model), torch.enable_grad():
         alone, whole = torch.stack([gradient(row) for row in range(size)]), gradient(*range(size))
+        if not bool(whole.any()):  # or no number, with rows that have no labels
+            return
         told = alone.any(1)  # not by rows without labels
         shares = _shares_of(whole, alone[told], allowed)
         if shares is not None and len(shares) > 1:
-            _weigh(task, batch, whole, alone, shares, allowed)
+            _weigh(task, batch, whole, alone, told, shares, allowed)
         two = sorted(range(size), key=lambda row: not told[row])[:2]
         if shares is not None or _shares_of(gradient(two[0]), alone[two[:1]], allowed) is None:
             return  # the engines name a model that draws random numbers
@@ -391,7 +407,13 @@ def _shares_of(whole: Tensor, parts: Tensor, allowed: float) -> Tensor | None:
 
 
 def _weigh(
-    task: TrainerLossModelOutput, batch: dict[str, Any], whole: Tensor, alone: Tensor, shares: Tensor, allowed: float
+    task: TrainerLossModelOutput,
+    batch: dict[str, Any],
+    whole: Tensor,
+    alone: Tensor,
+    told: Tensor,
+    shares: Tensor,
+    allowed: float,
 ) -> None:
     """Weigh rows by their labels where a batch does so, as a mean over the tokens of a batch; warn of other weights.
 
@@ -399,7 +421,8 @@ def _weigh(
         task: the task, which is told.
         batch: the batch of some rows.
         whole: its gradient, `(P,)`.
-        alone: those of its rows, `(B, P)`; zero for a row without labels.
+        alone: those of its rows, `(B, P)`.
+        told: which of these are not zero, as that of a row without labels.
         shares: how often each that is not zero is in the whole.
         allowed: part of a gradient that may be left over.
     """
@@ -413,6 +436,7 @@ def _weigh(
         factor = weighed @ whole / (weighed @ weighed)
         left.append(float((whole - factor * weighed).norm() / whole.norm()))
     if min(left) <= allowed:
+        known = [(start, weights[told]) for start, weights in known]
         best = known[left.index(min(left))][1]
         # of weights that are the same for these rows the first, and not what rounding chooses
         task.labels_from = next(start for start, one in known if torch.equal(one * best.sum(), best * one.sum()))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
-from hf_trak.errors import ConfigMismatchError, HfTrakError
+from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.replaying import trained_with
@@ -87,20 +87,22 @@ def recorded_run(model: FeaturizedModel) -> Replay | None:
 
     Args:
         model: the featurized model.
-
-    Raises:
-        StoreError: a record is damaged.
     """
     weights: dict[str, torch.Tensor] = dict(model.model.named_parameters())
     for path in sorted((model.store.output_dir / "trajectory").glob(f"*/{RECORD_FILE}")):
-        record = RunRecord.open(path.parent)
-        if record.layout != model.layout:
-            continue
         method = Replay(of="run", name=path.parent.name)
         try:
+            record = RunRecord.open(path.parent)
+            states = record.states()
+            if record.layout != model.layout or not states:
+                continue
             RunReplay(model, method)
+            last = record.weights(states[-1])
+        except StoreError as error:
+            model.warn_once(f"The record in {path.parent} is left alone: {error}")
         except HfTrakError:
             continue
-        if torch.equal(record.weights(record.states()[-1]), trained_weights(weights, record.layout)):
-            return method
+        else:
+            if torch.equal(last, trained_weights(weights, record.layout)):
+                return method
     return None

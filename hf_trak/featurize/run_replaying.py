@@ -4,6 +4,7 @@
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from hf_trak.data.preferences import kind_of
 from hf_trak.data.rows import batch_rows
 from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
@@ -27,12 +29,12 @@ from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.scorer import PlannedScores
 from hf_trak.store.sealed import content_digest
 from hf_trak.store.shards import Identity
-from hf_trak.trajectory.dropout import taking_masks
+from hf_trak.trajectory.dropout import dropout_of, taking_masks
 from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
-from hf_trak.trajectory.states import RunPath, with_own_loss
+from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
 from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
@@ -112,6 +114,10 @@ class RunReplay:
             path = RunPath(
                 record.steps(), numbers, record.states(), lambda step: record.weights(step).to(device), record.logged()
             )
+            if dropout_of(self.model.model):  # of which nothing is known
+                path.most_missed = math.inf
+            elif record.trainer.args.bf16:
+                path.most_missed = HALF_STEP_DEVIATION
             processes, across = 1, True
         own = getattr(self.task, "of_task", None)
         if isinstance(own, TrainerLossModelOutput):
@@ -274,8 +280,8 @@ class RunReplay:
                     yield list(rows), featurizer.in_dtype_of_model(batch)
 
             bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
-            saved = isinstance(self.record, SavedRun) and model.trainer is not None
-            trained = TrainerLossModelOutput(model.trainer) if saved else None
+            plain = isinstance(self.record, SavedRun) and kind_of(model.trainer) is None  # TRL's take other batches
+            trained = TrainerLossModelOutput(model.trainer, getattr(self.task, "of_task", None)) if plain else None
             passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16, trained)
             targets = self._targets(question, passes)
         options = SweepOptions(method.smoothing, method.hessian_share, method.products, model.args.seed)

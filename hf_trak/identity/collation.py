@@ -37,7 +37,7 @@ little time."""
 
 _PLAIN, _MOST_BITS = {torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32}, 2**20
 
-_OF_A_ROW = re.compile(r"row (?P<number>\d+)\.(?P<column>.*)")
+_COLUMN_OF_A_ROW = re.compile(r"row (?P<number>\d+)\.(?P<column>.*)")
 """Columns of rows that are collated alone, as `RowBatches` describes them."""
 
 _SIGNS_KEY = 0x68665F7472616B
@@ -100,14 +100,14 @@ def collation_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> lis
             changed, relative = _changed_items(first, second)
             size = f", by about {relative:.1g} of their norm" if relative else ""
             said = f"other values{_of_rows(changed, first, saved['rows'])}{size} ({_kind(first)})"
-        if changed and (row := _OF_A_ROW.fullmatch(path)):
+        if changed and (row := _COLUMN_OF_A_ROW.fullmatch(path)):
             alone.setdefault(row["column"], {})[int(row["number"])] = said
         elif changed:
             lines.append(f"{path}: {said}")
     for column, rows in alone.items():
         said = next(iter(rows.values())) if len(set(rows.values())) == 1 else "other values"
-        every = " (in another order, or from another transform or collator?)" if [*rows] == saved["rows"] else ""
-        lines.append(f"{column}: {said} in the rows {[*rows]}{every}")
+        every = " (in another order, or from another transform or collator?)" if sorted(rows) == saved["rows"] else ""
+        lines.append(f"{column}: {said} in the rows {sorted(rows)}{every}")
     return lines
 
 

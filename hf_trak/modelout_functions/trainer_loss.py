@@ -87,6 +87,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         self._model: torch.nn.Module | None = None
         self.own_columns: frozenset[str] = frozenset()
         """Columns that the trainer's own collator makes, of which the task of the targets has some, too."""
+        self.padded = False
+        """Whether the dataset pads its rows on the left, over which the trainer counts their positions."""
         self._positions = False
         self._row_by_row = False
 
@@ -126,20 +128,12 @@ class TrainerLossModelOutput(BatchedModelOutput):
         try:
             self._computed(call, self._inputs(batch))
         except Called as called:
-            return called.inputs, self._positioned(called.named)
+            return called.inputs, with_positions(called.named) if self._positions and not self.padded else called.named
         raise TypeError(
             f"`{self.name}` returned a loss without calling `model`. Expected a method that computes the loss from "
             "the output of the model that it is given. Pass `task=`, a function of your own (model_output, batch) -> "
             "(B,)."
         )
-
-    def _positioned(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Keep the positions of rows that a collator pads on the left, beside one that it does not."""
-        mask = inputs.get("attention_mask")
-        if not self._positions or not isinstance(mask, Tensor) or mask.ndim != 2:
-            return inputs
-        padded = mask[:, 0] == 0
-        return with_positions(inputs) if bool(padded.any()) and not bool(padded.all()) else inputs
 
     def per_sample_loss(self, model_output: Any, batch: Batch) -> Tensor:
         """Compute the trainer's own loss of every row, differentiable.

@@ -13,11 +13,6 @@ LOSS_DEVIATION = 0.05
 """Relative deviation of the loss along the path, in the mean of its steps, above which the path is not the run's.
 Runs that interpolated weights follow well had up to .019, those that they do not had .10 and more."""
 
-STEP_DEVIATION, HALF_STEP_DEVIATION = 0.02, 0.2
-"""Distance of a step, taken again from weights that are known, to the next known ones, relative to the step, above
-which it is not that of the training; the second for training in bfloat16. Replays of the run itself had up to 2e-4
-and .11, those with other rows, losses or learning rates .06 to 2."""
-
 GROWTH = 1e3
 """Growth of the derivatives of targets along the sweep above which noise may have grown, too."""
 
@@ -54,15 +49,12 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
             f"The loss along the replayed path differs from that of the training by {deviation:.1%} in the mean. "
             f"Expected less than {LOSS_DEVIATION:.0%}. {remedy}."
         )
-    missed, most = (
-        found.forward[1].nan_to_num(0.0, posinf=math.inf),
-        HALF_STEP_DEVIATION if path.bf16 else STEP_DEVIATION,
-    )
-    if path.gap == 1 and float(missed.max()) > most:
+    missed = found.forward[1].nan_to_num(0.0, posinf=math.inf)
+    if path.gap == 1 and float(missed.max()) > path.most_missed:
         texts.append(
-            f"Step {int(missed.argmax())} of the run, taken again from its weights, missed the next ones by "
-            f"{float(missed.max()):.0%} of the way. Expected {most:.0%} at most. Give rows, order, collator and loss "
-            "of the training, whose gradients nothing else may have changed before the optimizer's step."
+            f"Step {int(missed.argmax())} of the run, taken again, ends {float(missed.max()):.1%} of its length away "
+            f"from the weights that the training had after it. Expected {path.most_missed:.0%} at most. Give rows, "
+            "order, collator and loss of the training, whose gradients nothing else may have changed before the step."
         )
     if coarse is not None and (agreed := _rank_correlation(found.scores[:, 0], coarse[:, 0])) < GRID_AGREEMENT:
         texts.append(

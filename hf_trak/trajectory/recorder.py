@@ -286,7 +286,8 @@ def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
             f"The model leaves out whole layers at random ({left_out}). Expected dropout of single numbers at most, "
             "which can be drawn once more. Set it to 0 in the configuration of the model, or leave out `record=True`."
         )
-    if any(any(getattr(module, "use_dora", {}).values()) for module in model.modules()):
+    decomposed = [getattr(module, "use_dora", None) for module in model.modules()]
+    if any(any(one.values()) for one in decomposed if isinstance(one, dict)):
         raise HfTrakError(
             "The model has weights that PEFT decomposes (`use_dora=True`), whose norms it leaves out of the gradient. "
             f"Expected gradients that have derivatives. Use LoRA. {_LEAVE_OUT}"

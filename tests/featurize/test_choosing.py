@@ -156,6 +156,10 @@ def test_auto_takes_the_record_of_the_run_that_ended_with_these_weights(tmp_path
         callback = TrakCallback(config(tmp_path), record=True, name=name)
         runs.append(trainer(tmp_path, seed=seed, callbacks=[callback]))
         runs[-1].train()
+    records = tmp_path / "trak" / "trajectory"
+    for name, content in (("0", (records / "a" / "record.json").read_bytes()), ("1", b"{}")):  # no states, damaged
+        (records / name).mkdir()
+        (records / name / "record.json").write_bytes(content)
     best = [TrakAttributor.from_trainer(run, config(tmp_path, budget="best")).features for run in runs]
     assert [recorded_run(one) for one in best] == [Replay(of="run", name=name) for name in "ab"]
     assert choosing.options(best[1], 4, [0], 5, None, False).options[0].method == Replay(of="run", name="b")

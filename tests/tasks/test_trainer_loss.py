@@ -374,6 +374,11 @@ PER_TOKEN: dict[str, Any] = {
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(without=0),
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_summed,
     ),
+    "no labels in the second row, batches of two": lambda path: made(
+        path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(without=1),
+        hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_summed,
+        per_device_train_batch_size=2,
+    ),
     "smoothed": lambda path: made(
         path, hf.Trainer, bert(hf.BertForTokenClassification), tagged(),
         hf.DataCollatorForTokenClassification(tokenizer()), label_smoothing_factor=0.1,

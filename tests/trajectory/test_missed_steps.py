@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_runs import EVAL, TRAIN, config, trainer
+import torch
+from replay_runs import EVAL, TRAIN, config, tiny, trainer
 from transformers import TrainerCallback
 
 from hf_trak import TrakAttributor
@@ -45,4 +46,14 @@ def test_a_step_that_is_another_one_is_named(
     run.train_dataset = rows
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
-    assert any("taken again from its weights, missed the next ones by" in text for text in caplog.messages) == missed
+    assert any("of the run, taken again, ends " in text for text in caplog.messages) == missed
+
+
+def test_rounding_of_weights_is_no_other_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In float32, steps of a low rate are hardly longer than what rounding does to the weights."""
+    callback = TrakCallback(config(tmp_path), record=True)
+    run = trainer(tmp_path, tiny(torch.float32), callbacks=[callback], learning_rate=1e-7)
+    run.train()
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
+    assert not [text for text in caplog.messages if "taken again" in text]
