@@ -17,6 +17,7 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.preferences import kind_of, prepared_rows
 from hf_trak.data.reference_log_probs import DIRECTORY
 from hf_trak.gradient_computers import per_sample_gradients
+from hf_trak.methods import Replay
 from hf_trak.modelout_functions import GRPOModelOutput, KTOModelOutput, PPOModelOutput
 
 trl = pytest.importorskip("trl")
@@ -406,3 +407,17 @@ def test_losses_without_a_task_are_refused(name: str, options: dict[str, Any], m
     given = {"train_dataset": rollouts()} if name == "grpo" else {}
     with pytest.raises(ValueError, match=message):
         attributor_of(trainer, tmp_path, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_runs_without_a_record_are_replayed(name: str, tmp_path: Path) -> None:
+    """Their `compute_loss` takes other batches than the task."""
+    trainer = trainer_of(name, tmp_path, save_strategy="no", num_train_epochs=1, learning_rate=1e-3)
+    trainer.model.save_pretrained(tmp_path / "start")
+    trainer.train()
+    method = Replay(of="run", start=str(tmp_path / "start"))
+    targets = pairs(2, 9) if name == "dpo" else unpaired(2, 9)
+    found = attributor_of(trainer, tmp_path).attribute(targets, top_k=None, method=method)
+    scores = torch.tensor(found["trak_scores"])
+    assert bool(torch.isfinite(scores).all()) and bool(scores.any())
