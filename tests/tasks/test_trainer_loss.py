@@ -421,6 +421,21 @@ def test_rows_that_the_dataset_pads_have_the_positions_of_the_training(tmp_path:
     torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.norm(dim=1).max()), rtol=0)
 
 
+def test_rows_that_a_collator_pads_to_multiples_do_not_depend_on_their_batch(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.padding_side = "left"
+
+    def padded(given: list[dict[str, Any]]) -> Any:
+        return hf.DataCollatorForLanguageModeling(words, mlm=False, pad_to_multiple_of=8)(given)
+
+    found = []
+    for size in (1, ROWS):
+        trainer = made(tmp_path / str(size), hf.Trainer, gpt2(), rows(), padded, label_smoothing_factor=0.1)
+        settings = config(tmp_path / str(size), per_device_batch_size=size)
+        found.append(features(TrakAttributor.from_trainer(trainer, settings)))
+    torch.testing.assert_close(*found, atol=1e-5 * float(found[0].norm(dim=1).max()), rtol=0)
+
+
 def test_a_loss_of_single_rows_in_half_precision(tmp_path: Path) -> None:
     trainer = made(tmp_path, hf.Trainer, bert(OwnRare).bfloat16(), classes())
     expected = torch.stack([alone(trainer, row) for row in range(ROWS)]).float()
