@@ -193,8 +193,8 @@ class _FirstRows:
             for row in _looked_at(rows):
                 one = dict(batches.alone(row).items())
                 apart = sum(not torch.equal(first[name], one[name]) for name in told if name in one)
-                count_of_it = _label_count(one)
-                apart += count_of_it > 0 and abs(count_of_it - labels) > _UNEQUAL * labels
+                others = _label_count(one)
+                apart += others > 0 and abs(others - labels) > _UNEQUAL * labels
                 if apart > most:
                     other, most = row, apart
                 if len(found) < count or other == row:
@@ -433,7 +433,7 @@ def _weigh(
     left = list[float]()
     for _, weights in known:
         weighed = weights @ alone
-        factor = weighed @ whole / (weighed @ weighed)
+        factor = weighed @ whole / (weighed @ weighed).clamp_min(1e-300)  # of no labels at all
         left.append(float((whole - factor * weighed).norm() / whole.norm()))
     if min(left) <= allowed:
         known = [(start, weights[told]) for start, weights in known]

@@ -86,7 +86,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
             self._held |= {"_metrics": copy.deepcopy(self._held["_metrics"])}
         self._model: torch.nn.Module | None = None
         self.own_columns: frozenset[str] = frozenset()
-        """Columns that the trainer's own collator makes, of which the task of the targets has some, too."""
+        """Columns that the collator of the trainer makes, which stay where the task of the targets has the same."""
         self.padded = False
         """Whether the dataset pads its rows on the left, over which the trainer counts their positions."""
         self._positions = False

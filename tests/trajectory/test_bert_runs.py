@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 
 from hf_trak import TrakAttributor
 from hf_trak.callbacks import TrakCallback
+from hf_trak.errors import GradientEngineError
 from hf_trak.evaluation.trainer_retraining import model_outputs
 from hf_trak.methods import Replay
 
@@ -117,6 +118,16 @@ def test_retraining_with_other_weights(tmp_path: Path, case: str) -> None:
     measured = differences(weights, train, 1e-4)  # type: ignore[arg-type]
     error = (torch.tensor(found, dtype=torch.float64) - measured).abs().max()
     assert float(error / measured.abs().max()) <= 1e-6
+
+
+def test_a_loss_that_asks_the_model_has_no_gauss_newton_matrix(tmp_path: Path) -> None:
+    given, asked = (rows(count, seed, bert(BertForSequenceClassification, 3)) for count, seed in ((ROWS, 0), (1, 1)))
+    callback = TrakCallback(config(tmp_path), record=True)
+    run = trainer(tmp_path, bert(BertForSequenceClassification, 3), given, kind=Penalized, callbacks=[callback])
+    run.train()
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    with pytest.raises(GradientEngineError, match=r"asks the model itself.*Use the Hessian"):
+        attributor.attribute(asked, top_k=None, method=Replay(of="run", form="gauss-newton"))
 
 
 @pytest.mark.slow
