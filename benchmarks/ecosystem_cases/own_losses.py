@@ -16,7 +16,7 @@ from ecosystem_cases.preference_trainers import pairs, trainer_of
 from ecosystem_cases.sft import TEMPLATE, sft
 from ecosystem_cases.sft import rows as texts_of
 from ecosystem_cases.transformers_tasks import BERT, bert, gpt2, labelled, seeded, t5
-from ecosystem_cases.truth import of_trainer
+from ecosystem_cases.truth import of_trainer, with_truth
 from hf_trak import TrakAttributor, TrakConfig
 
 WEIGHTS = torch.tensor([1.0, 10.0, 0.1, 2.0])
@@ -175,8 +175,21 @@ def boxes(directory: Path, args: TrakConfig, *, task: Any = None) -> TrakAttribu
         labels = [{name: row[name] for name in ("class_labels", "boxes")} for row in given]
         return {"pixel_values": torch.stack([row["pixel_values"] for row in given]), "labels": labels}
 
-    own = hf.TrainingArguments(str(directory / "out"), use_cpu=True, report_to=[], remove_unused_columns=False)
-    return of_trainer(hf.Trainer(hf.DetrForObjectDetection(config).eval(), own, collate, rows), args, task=task)
+    model = hf.DetrForObjectDetection(config).eval()
+    plain = hf.TrainingArguments(str(directory / "out"), use_cpu=True, report_to=[], remove_unused_columns=False)
+    own = of_trainer(hf.Trainer(model, plain, collate, rows), args, task=task)
+    if task is not None:
+        return own
+
+    def loss(row: int) -> torch.Tensor:
+        # A batch divides the cross-entropy of its queries by the sum of their weights, which is that of all rows: a
+        # row's part of it is the sum over its queries, and their mean for one that is divided by their number.
+        outputs = model(**collate([rows[row]]))
+        found = len(rows[row]["class_labels"])
+        weights = found + config.eos_coefficient * (config.num_queries - found)
+        return outputs.loss + (weights / config.num_queries - 1) * outputs.loss_dict["loss_ce"]
+
+    return with_truth(own, loss)
 
 
 PADDING = lambda: hf.DataCollatorWithPadding(tokenizer())  # noqa: E731

@@ -361,7 +361,9 @@ def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _Fi
     size = len(first.alone)
 
     def gradient(*rows: int) -> Tensor:
-        loss = task.computed(model, rows_of(batch, rows, size))
+        return derivative(task.computed(model, rows_of(batch, rows, size)))
+
+    def derivative(loss: Tensor) -> Tensor:
         if not loss.requires_grad or not bool(torch.isfinite(loss)):  # such as a mean over no labels
             return torch.cat([one.new_zeros(one.numel()) for one in wanted]).cpu().double()
         found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
@@ -369,7 +371,9 @@ def _check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: _Fi
 
     allowed = 10 * _allowed(model)
     with evaluating(model), torch.enable_grad():
-        alone, whole = torch.stack([gradient(row) for row in range(size)]), gradient(*range(size))
+        alone = torch.stack([gradient(row) for row in range(size)])
+        # one item for each row, as a row alone has, so that a part which is not divided keeps its share
+        whole = derivative(task.of_batch(model, batch, None if task.items([batch]) is None else size))
         if not bool(whole.any()):  # or no number, with rows that have no labels
             return
         told = alone.any(1)  # not by rows without labels

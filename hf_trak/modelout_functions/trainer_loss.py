@@ -248,7 +248,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         return outputs, torch.cat([slope for _, slope in used], 1).detach(), (matrix + matrix.mT) / 2
 
     def computed(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Compute the loss of a whole batch as the trainer does, a scalar, with its graph.
+        """Compute the loss of a batch as that of a row is computed, a scalar, with its graph.
 
         Args:
             model (`torch.nn.Module`):
@@ -261,8 +261,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """
         return self._computed(model, self._inputs(batch))
 
-    def of_batch(self, model: torch.nn.Module, batch: Batch, items: float | None) -> float:
-        """Compute the loss of a batch as the trainer does, with its `num_items_in_batch`.
+    def of_batch(self, model: torch.nn.Module, batch: Batch, items: float | None) -> Tensor:
+        """Compute the loss of a batch as the trainer does, with its `num_items_in_batch`: a scalar, with its graph.
 
         Args:
             model (`torch.nn.Module`):
@@ -277,8 +277,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         """
         device = next(model.parameters()).device
         count = None if items is None else torch.tensor(items, device=device)
-        with torch.no_grad():
-            return float(self._computed(model, self._inputs(batch), count))
+        return self._computed(model, self._inputs(batch), count)
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return what the trainer's own collator made: a batch without the columns of the task of the targets."""

@@ -194,7 +194,8 @@ class StepPasses:
             if self._trained is None:
                 self.normalization = "labels" if items is None else "items"
                 return
-            passed = replace(passed, loss=self._trained.of_batch(self.model, batch, items))
+            with torch.no_grad():
+                passed = replace(passed, loss=float(self._trained.of_batch(self.model, batch, items)))
         losses = self.losses(batch)
         given: list[Normalization] = [] if items is None else ["items"]
         tried: dict[Normalization, float] = {}

@@ -161,6 +161,16 @@ class OwnWeights(OwnRare):
         return made
 
 
+class OwnParts(OwnWeights):
+    """A cross-entropy with weights of classes and a mean over rows without them, as of boxes beside their classes."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask, labels)
+        if labels is not None:
+            made["loss"] = made["loss"] + (made.logits - 1).square().mean()
+        return made
+
+
 class RowMeans(hf.BertForTokenClassification):
     """A mean over the rows of a batch of the means over their tokens."""
 
@@ -402,6 +412,13 @@ def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.Lo
     taken = torch.autograd.grad(-loss, wanted, allow_unused=True, materialize_grads=True)
     whole = torch.cat([one.flatten() for one in taken])
     torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-5, rtol=0)
+
+
+def test_a_batch_that_divides_a_part_of_its_loss_by_what_other_rows_have_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    TrakAttributor.from_trainer(made(tmp_path, hf.Trainer, bert(OwnParts), classes()), config(tmp_path))
+    assert "The loss of some rows is no sum of theirs: `Trainer.compute_loss` weighs parts of a row" in caplog.text
 
 
 def test_rows_that_the_dataset_pads_have_the_positions_of_the_training(tmp_path: Path) -> None:
