@@ -62,8 +62,10 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
             f"from all. Expected {GRID_AGREEMENT} at least: weights at every {path.gap} steps are too few. Record "
             "them more often (`TrakCallback(record=True, every=...)`)."
         )
-    # No score depends on what is before the first step.
-    growth = max(torch.nan_to_num(found.growth[1:], nan=torch.inf).tolist(), default=0.0)
+    # No score depends on what is before the first step that moves the weights. There the derivatives by the gradients
+    # of LoRA's A are divided by ε alone: these gradients are zero as long as B is.
+    moves = int((path.numbers.rates.max(1).values > 0).long().argmax())
+    growth = max(torch.nan_to_num(found.growth[moves + 1 :], nan=torch.inf).tolist(), default=0.0)
     if growth > GROWTH:
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"

@@ -63,7 +63,11 @@ def found_of(**changes: Any) -> tuple[SweepResult, Any]:
     parts["settings"] = torch.zeros(2, 4, 2, dtype=torch.float64)
     steps = [SimpleNamespace(rows=range(50))]
     return SweepResult(**parts), SimpleNamespace(
-        steps=steps, gap=5, most_missed=0.02, logged=[(range(i, i + 1), 1.0) for i in range(4)]
+        steps=steps,
+        gap=5,
+        most_missed=0.02,
+        logged=[(range(i, i + 1), 1.0) for i in range(4)],
+        numbers=SimpleNamespace(rates=torch.tensor([[0.2], [0.3], [0.2], [0.1]])),
     )
 
 
