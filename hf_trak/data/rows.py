@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset as HFDataset
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torch.utils.data import default_collate as torch_collate
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
@@ -436,7 +436,7 @@ def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | No
 
     Raises:
         TypeError: it is no `DataLoader`, or loads a stream.
-        ValueError: rows or a collator are given, too.
+        ValueError: rows or a collator are given, too, or its sampler leaves rows out.
     """
     loader = getattr(loader, "base_dataloader", loader)  # of loaders that Accelerate dispatches or keeps state for
     if not isinstance(loader, DataLoader):
@@ -454,6 +454,19 @@ def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | No
             f"`dataloader` loads a {type(loader.dataset).__name__}, a stream without row numbers. Expected rows by "
             "index, since scores refer to row numbers. Wrap the stream as `hf_trak.StreamedRows(stream, num_rows)`, "
             "and pass it as `train_dataset`."
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    drawn = getattr(sampler, "indices", None)  # of a `SubsetRandomSampler`
+    if drawn is not None and len({int(row) for row in drawn}) < len(loader.dataset):
+        raise ValueError(
+            f"`dataloader` draws {len(drawn):,} of the {len(loader.dataset):,} rows of its dataset, by a "
+            f"{type(sampler).__name__}. Expected a dataset of the rows that were trained on, since all of it is "
+            "attributed. Pass a loader of `torch.utils.data.Subset(dataset, indices)`."
+        )
+    if isinstance(sampler, WeightedRandomSampler):
+        logger.warning(
+            "`dataloader` draws rows by weights, so that the training saw some more often than others, or never. All "
+            "rows of the dataset are attributed as if it had seen each equally often."
         )
     return loader.dataset, LoaderCollator(loader.collate_fn)
 

@@ -4,7 +4,11 @@ An adapter file (`adapter_model.safetensors`) holds a few of a model's weights, 
 adapter. The base model is neither copied nor written to, which would be impossible for a quantized one.
 """
 
+import json
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,13 @@ from torch import Tensor
 from hf_trak._compat import class_if_imported
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.runtime.zero import can_gather, is_partitioned, without_engine
+
+_NOT_COMPUTED = re.compile(
+    "base_model_name_or_path|revision|peft_version|auto_mapping|inference_mode|task_type|runtime_config"  # information
+    "|.*dropout.*|.*init.*|(loftq|eva|corda|lora_ga)_config"  # of the training
+    "|r|rank_pattern|bias|.*modules.*|layers_.*|target_parameters|trainable_token_indices"  # in the weights
+)
+"""Keys of PEFT configs that are none of what an adapter computes from its weights, or that the weights show."""
 
 
 def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool:
@@ -33,18 +44,70 @@ def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool
     return False
 
 
+def active_adapter(model: Any) -> str:
+    """Return the name of the active adapter.
+
+    Raises:
+        ValueError: several adapters are active.
+    """
+    name = model.active_adapter
+    names = [name] if isinstance(name, str) else list(name)
+    if len(names) != 1:
+        raise ValueError(
+            f"The adapters {names} are active. Expected one, which checkpoints are loaded into. Call "
+            "`model.set_adapter(name)`."
+        )
+    return names[0]
+
+
 def adapter_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the weights of the active adapter, under the names that they have in its files."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model)
+    return get_peft_model_state_dict(model, adapter_name=active_adapter(model))
 
 
 def load_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load the weights of an adapter file, which must fit, into the active adapter."""
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(model, dict(state_dict))
+    set_peft_model_state_dict(model, dict(state_dict), adapter_name=active_adapter(model))
+
+
+def check_adapter_config(model: torch.nn.Module, checkpoint: Any) -> None:
+    """Refuse an adapter that computes something else from its weights than the active one, such as by `lora_alpha`.
+
+    Args:
+        model: the model to load it into.
+        checkpoint: a `PeftModel`, a file, or a directory with `adapter_config.json`. Others have no config.
+
+    Raises:
+        ValueError: their configs differ.
+    """
+    given = _adapter_config(checkpoint)
+    own = _adapter_config(model)
+    if given is None or own is None:
+        return
+    compared = [key for key in sorted({*given} & {*own}) if not _NOT_COMPUTED.fullmatch(key)]
+    changed = {key: (given[key], own[key]) for key in compared if (given[key] or None) != (own[key] or None)}
+    if changed:
+        shown = ", ".join(f"`{key}={other!r}` ({mine!r} in the model)" for key, (other, mine) in changed.items())
+        raise ValueError(
+            f"The adapter of a checkpoint has {shown}. Expected what the active adapter has, since weights alone are "
+            "loaded. Make an attributor of each, with a model of its own."
+        )
+
+
+def _adapter_config(checkpoint: Any) -> dict[str, Any] | None:
+    """Return the config of an adapter as plain JSON; `None` if there is none."""
+    if hasattr(checkpoint, "peft_config"):
+        config = checkpoint.peft_config[active_adapter(checkpoint)].to_dict()
+        return json.loads(json.dumps(config, default=lambda one: sorted(one) if isinstance(one, set) else str(one)))
+    if not isinstance(checkpoint, str | os.PathLike):
+        return None
+    path = Path(checkpoint)
+    path = (path if path.is_dir() else path.parent) / "adapter_config.json"
+    return json.loads(path.read_bytes()) if path.is_file() else None
 
 
 def adapter_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -99,9 +162,9 @@ def check_placement(model: torch.nn.Module) -> None:
 
     Raises:
         TypeError: `model` is not a module, but a name, a `Trainer`, or something else; or it is TorchScript.
-        ValueError: FSDP1, or ZeRO-3 whose processes are gone, keeps only a part of a parameter in this process, or a
-            parameter is on the meta device (offloaded to CPU or disk, or never loaded). Names the parameter and the
-            supported way.
+        ValueError: FSDP1, or ZeRO-3 whose processes are gone, keeps only a part of a parameter in this process, a
+            parameter is on the meta device (offloaded to CPU or disk, or never loaded), or an adapter is merged.
+            Names the parameter and the supported way.
     """
     if not isinstance(model, torch.nn.Module):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
@@ -115,6 +178,13 @@ def check_placement(model: torch.nn.Module) -> None:
             "that `torch.jit.script` or `torch.jit.trace` was given. Make it from its class, and load its "
             "`state_dict()`."
         )
+    if hasattr(model, "peft_config"):
+        merged = [name for name, module in model.named_modules() if getattr(module, "merged", False) is True]
+        if merged:
+            raise ValueError(
+                f"The adapter is merged into the base model ({merged[0]!r}), where its weights have no gradient. "
+                "Expected it beside the base model. Call `model.unmerge_adapter()`."
+            )
     fsdp1 = class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, module in model.named_modules() if fsdp1 is not None else ():
         if isinstance(module, fsdp1):

@@ -20,7 +20,14 @@ from torch import Tensor
 from hf_trak._compat import class_if_imported
 from hf_trak.runtime.sharding import is_sharded, is_sharded_tensor, reshard
 from hf_trak.runtime.zero import is_partitioned, is_zero, whole_shape
-from hf_trak.weights.adapters import adapter_state_dict, adapter_tensors, check_not_quantized, is_adapter, load_adapter
+from hf_trak.weights.adapters import (
+    adapter_state_dict,
+    adapter_tensors,
+    check_adapter_config,
+    check_not_quantized,
+    is_adapter,
+    load_adapter,
+)
 from hf_trak.weights.sharded import (
     check_fit,
     dcp_directory,
@@ -304,11 +311,17 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         checkpoint: see [`Checkpoint`].
 
     Raises:
-        ValueError: names or shapes do not fit the model; also the errors of [`read_state_dict`].
+        ValueError: names or shapes do not fit the model, or its adapter computes something else; also the errors of
+            [`read_state_dict`].
     """
-    state_dict = read_state_dict(checkpoint)
+    _load(model, read_state_dict(checkpoint), checkpoint)
+
+
+def _load(model: torch.nn.Module, state_dict: dict[str, Tensor], checkpoint: Any) -> None:
+    """Load weights that were read from a checkpoint."""
     if is_adapter(model, state_dict):
         check_fit(shapes_of(adapter_state_dict(model)), shapes_of(state_dict), tied=set())
+        check_adapter_config(model, checkpoint)
         load_adapter(model, state_dict)
         return
     remedy = "Give the adapters as checkpoints (`save_pretrained` of the `PeftModel`), or load the model unquantized."
@@ -319,6 +332,7 @@ def load_into(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     if kind is not None and isinstance(model, kind) and not set(state_dict) <= set(expected):
         state_dict = _converted(model, state_dict)
     check_fit(shapes_of(expected), shapes_of(state_dict), tied=_tied_names(expected, set(state_dict)))
+    check_adapter_config(model, checkpoint)
     if is_sharded(model):
         load_whole(model, state_dict)
     else:
@@ -395,7 +409,7 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
         if straight is not None:
             load_dcp(model, straight)
         if foreign is not None:
-            load_into(model, foreign)
+            _load(model, foreign, checkpoint)
         fingerprint = fingerprint_state_dict(state_of(model))
         if dtype is not None:
             for value in tensors:

@@ -9,7 +9,14 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from digit_models import digits, make, trained_net
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from trak_options import trak_config
 
 from hf_trak import TrakAttributor
@@ -60,12 +67,36 @@ class Stream(IterableDataset):
 
 def test_what_is_no_loader_of_rows(tmp_path: Path) -> None:
     net, config = trained_net(digits(0, 20)), trak_config(str(tmp_path), **QUICK)
+    some = SubsetRandomSampler(range(10))
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([1, 2], {}, TypeError, "`dataloader` is a list"),
         (DataLoader(Stream()), {}, TypeError, "loads a Stream, a stream without row numbers"),
+        (
+            DataLoader(digits(0, 20), sampler=some),
+            {},
+            ValueError,
+            "draws 10 of the 20 rows of its dataset, by a Subset",
+        ),
+        (
+            DataLoader(digits(0, 20), batch_sampler=BatchSampler(some, 5, False)),
+            {},
+            ValueError,
+            "draws 10 of the 20 rows",
+        ),
         (DataLoader(digits(0, 20)), {"train_dataset": digits(0, 20)}, ValueError, "together with `train_dataset`"),
         (DataLoader(Dataset.from_dict({"a": []})), {}, ValueError, "`train_dataset` is empty"),
     ]
     for loader, more, kind, message in given:
         with pytest.raises(kind, match=message):
             TrakAttributor(net, config, dataloader=loader, task="image_classification", **more)
+
+
+def test_rows_that_are_drawn_by_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, config = digits(0, 20), trak_config(str(tmp_path), **QUICK)
+    loader = DataLoader(rows, sampler=WeightedRandomSampler([1.0] * 19 + [0.0], 20), collate_fn=collate)
+    TrakAttributor(trained_net(rows), config, dataloader=loader, task="image_classification")
+    assert "draws rows by weights" in caplog.text
+    caplog.clear()
+    loader = DataLoader(rows, sampler=SubsetRandomSampler(range(20)), collate_fn=collate)
+    TrakAttributor(trained_net(rows), config, dataloader=loader, task="image_classification")
+    assert not caplog.text

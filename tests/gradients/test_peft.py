@@ -229,6 +229,41 @@ def test_an_adapter_checkpoint_touches_the_adapter_alone(tmp_path: Path) -> None
         assert all(versions[name] != (value.data_ptr(), value._version) for name, value in model.named_parameters())
 
 
+@pytest.mark.parametrize("options", [{"lora_alpha": 32}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 1}}])
+def test_an_adapter_that_computes_something_else_from_its_weights_is_refused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"], **options}
+    other, model = peft.get_peft_model(base(), LoraConfig(**settings)), lora()
+    other.save_pretrained(tmp_path)
+    for checkpoint in (other, tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(ValueError, match=next(iter(options))), loaded(model, checkpoint):
+            pass
+    with pytest.raises(ValueError, match=next(iter(options))):
+        make(model, tmp_path / "trak").featurize([tmp_path])
+
+
+def test_a_checkpoint_goes_into_the_active_adapter(tmp_path: Path) -> None:
+    source, model = lora(7), lora(8)
+    source.save_pretrained(tmp_path)
+    model.add_adapter("other", LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"]))
+    model.set_adapter("other")
+    with loaded(model, tmp_path):
+        for name, value in source.named_parameters():
+            assert torch.equal(value, model.get_parameter(name.replace(".default.", ".other."))), name
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+        assert torch.equal(model.get_parameter(name), lora(8).get_parameter(name))
+
+
+def test_a_merged_adapter_is_refused(tmp_path: Path) -> None:
+    model = lora()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        make(model, tmp_path)
+    model.unmerge_adapter()
+    make(model, tmp_path)
+
+
 def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     config = LoraConfig(r=RANK + 1, target_modules=["q_proj", "down_proj"])
     peft.get_peft_model(base(), config).save_pretrained(tmp_path / "rank")
