@@ -455,11 +455,14 @@ def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | No
             "index, since scores refer to row numbers. Wrap the stream as `hf_trak.StreamedRows(stream, num_rows)`, "
             "and pass it as `train_dataset`."
         )
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler, count = (
+        getattr(loader.batch_sampler, "sampler", loader.sampler),
+        row_count(loader.dataset, "train_dataset"),
+    )
     drawn = getattr(sampler, "indices", None)  # of a `SubsetRandomSampler`
-    if drawn is not None and len({int(row) for row in drawn}) < len(loader.dataset):
+    if drawn is not None and len({int(row) for row in drawn}) < count:
         raise ValueError(
-            f"`dataloader` draws {len(drawn):,} of the {len(loader.dataset):,} rows of its dataset, by a "
+            f"`dataloader` draws {len(drawn):,} of the {count:,} rows of its dataset, by a "
             f"{type(sampler).__name__}. Expected a dataset of the rows that were trained on, since all of it is "
             "attributed. Pass a loader of `torch.utils.data.Subset(dataset, indices)`."
         )

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import ClassLabel, Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -114,7 +114,13 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     names = getattr(getattr(model.model, "config", None), "id2label", None) or {}
     kept = dataset.remove_columns([name for name in (own, PREDICTED) if name in dataset.column_names])
     said = [str(names.get(label, label)) for label in labels]
-    return _beside(kept, Dataset.from_dict({own: labels, PREDICTED: said}))
+    made = Dataset.from_dict({own: labels, PREDICTED: said})
+    for rows in (model.train_dataset, dataset):  # the names of the model's classes, for reports
+        feature = (getattr(rows, "features", None) or {}).get(own)
+        if isinstance(feature, ClassLabel) and max(labels, default=0) < feature.num_classes:
+            made = made.cast_column(own, feature)
+            break
+    return _beside(kept, made)
 
 
 def _with_some_label(dataset: Dataset) -> Dataset:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Audio, ClassLabel, Dataset, Features, Image, LargeList, List, Value, Video
 
+from hf_trak.data.said import PREDICTED
 from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOKEN_POSITIONS, TOKEN_SCORES, TOP_K_COLUMNS
 
 _MEDIA = (Audio, Image, Video)
@@ -47,6 +48,10 @@ class StoredRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         stored = {name: values[0] for name, values in self._rows[index].to_pydict().items()}
         return {name: self._value(name, value) for name, value in stored.items()}
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column as they are stored."""
+        return self._rows.select_columns([name])[:][name].to_pylist()
 
     def _value(self, name: str, value: Any) -> Any:
         feature = self.features[name]
@@ -220,6 +225,8 @@ class Columns:
         prediction = next(
             (name for name in (f"{label}_predicted", *_PREDICTION_NAMES) if _is_scalar(first.get(name))), None
         )
+        if prediction == PREDICTED and label is not None and _one_to_one(dataset, label, PREDICTED):
+            prediction = None  # the labels are those that `predict` found, and none of them is right or wrong
         texts = tuple(text_columns) if text_columns is not None else _texts(first, features, {label, prediction})
         if label_names is None and isinstance(features.get(label), ClassLabel):
             label_names = features[label].names
@@ -227,6 +234,14 @@ class Columns:
             (name for name in first if is_samples(first[name]) or isinstance(features.get(name), Audio)), None
         )
         return cls(image, texts, label, prediction, None if label_names is None else tuple(label_names), sound)
+
+
+def _one_to_one(dataset: Any, first: str, second: str) -> bool:
+    """Tell whether each value of a column comes with one value of another, and the other way round."""
+    rows = stored(dataset)
+    given = [map(str, rows.column(name)) for name in (first, second)] if isinstance(rows, StoredRows) else [(), ()]
+    pairs = set(zip(*given, strict=True))
+    return 0 < len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
 
 
 @dataclass(frozen=True)

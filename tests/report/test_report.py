@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, List, Value, load_from_disk
+from digit_models import digits as digit_rows
+from digit_models import make, trained_net
 from PIL import Image as PILImage
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -452,3 +454,27 @@ def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor)
     assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown)
     with pytest.raises(ValueError, match=r"`target` is 4. Expected the number of one of 4 targets"):
         show_target(attributor.features, scored, 4)
+
+
+def test_a_report_of_predicted_classes_names_them_and_judges_none(tmp_path: Path) -> None:
+    named = ClassLabel(names=[f"digit {digit}" for digit in range(10)])
+    train = digit_rows(0, 100).cast_column("labels", named)
+    net = trained_net(train, steps=60)
+    own = make(net, tmp_path, train, proj_dim=256).featurize()
+    rows = digit_rows(1000, 1012)
+    wrong = rows.remove_columns("labels").add_column("labels", [(label + 1) % 10 for label in rows["labels"]])
+    said = own.predict(wrong)
+    assert said.features["labels"].names == named.names
+    scored = own.attribute(said, top_k=3)
+    own.report(tmp_path / "page.html")
+    text = " ".join(Elements((tmp_path / "page.html").read_text(encoding="utf-8")).text.split())
+    classes = list(zip(said["labels"], scored["trak_indices"], scored["trak_scores"], strict=True))
+    pairs = [
+        label == train[row]["labels"]
+        for label, rows, scores in classes
+        for row, score in zip(rows, scores, strict=True)
+        if score > 0
+    ]
+    assert f"of the most helpful rows share the target’s label{np.mean(pairs):.1%}" in text
+    assert "predicted right" not in text and " wrong " not in text
+    assert f"digit {said['labels'][0]}" in text
