@@ -4,6 +4,7 @@ Tokens and labels become columns, so that the fingerprint of a dataset covers ho
 pixels when rows are read. Text columns stay, for the report.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
+
+logger = logging.getLogger(__name__)
 
 AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
@@ -198,7 +201,8 @@ def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str
 
         def prepare(data: Dataset, labelled: bool = True) -> Dataset:
             if not labelled:
-                return _with_columns(data, [column]).map(pixels, batched=True, desc="Reading images")
+                data = _without(_with_columns(data, [column]), label)
+                return data.map(pixels, batched=True, desc="Reading images")
             return _with_labels(_with_columns(data, [column], [label]), label, model).with_transform(pixels)
 
         return Preparation(prepare, None, processor, ColumnsRead(None, column, label))
@@ -287,7 +291,7 @@ def _classified(model: Any, task: str, tokenizer: Any, rows: Dataset, args: Data
 
     def prepare(data: Dataset, labelled: bool = True) -> Dataset:
         data = _with_columns(data, texts, [label] if labelled else ())
-        data = _with_labels(data, label, model) if labelled else data
+        data = _with_labels(data, label, model) if labelled else _without(data, label)
         return data.map(tokens, batched=True, desc="Tokenizing")
 
     return Preparation(prepare, None, tokenizer, ColumnsRead(texts, None, label))
@@ -340,13 +344,38 @@ def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
             raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")
         rows = rows.rename_column(column, "labels")
     feature = rows.features["labels"]
-    if isinstance(feature, ClassLabel) or getattr(feature, "dtype", None) not in ("string", "large_string"):
-        return rows
     ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
+    if isinstance(feature, ClassLabel):
+        return _aligned(rows, feature.names, ids)
+    if getattr(feature, "dtype", None) not in ("string", "large_string"):
+        return rows
     if unknown := sorted(set(rows["labels"][:]) - set(ids)):
         raise ValueError(f"The labels {unknown[:5]} are not among those of the model, {list(ids)[:20]}.")
     names = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])]
     return rows.cast_column("labels", ClassLabel(names=names))
+
+
+def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dataset:
+    """Return rows whose `labels` are the numbers that a model gives to the names of their classes."""
+    known = {name.lower(): index for name, index in ids.items()}
+    if [known.get(name.lower()) for name in names] == list(range(len(names))) or all(
+        name.startswith("label_") for name in known
+    ):
+        return rows
+    if {name.lower() for name in names} <= set(known):
+        return rows.align_labels_with_mapping(dict(ids), "labels")
+    logger.warning(
+        "The classes of the rows are %s, and those of the model %s. Expected the same names: the numbers of the "
+        "labels are taken as they are.",
+        list(names)[:20],
+        list(ids)[:20],
+    )
+    return rows
+
+
+def _without(rows: Dataset, column: str) -> Dataset:
+    """Take labels away that the model's own predictions stand for."""
+    return rows.remove_columns([name for name in (column, "labels") if name in rows.column_names])
 
 
 _BUILDERS = {

@@ -184,6 +184,35 @@ def test_predictions_of_a_classifier(models: Path, tmp_path: Path, capsys: Any) 
 
 
 @pytest.mark.slow
+def test_labels_are_those_of_the_model_by_their_names(models: Path, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    """Also where the dataset numbers its classes in another order. Names of rows that are predicted are not read."""
+    model = BertForSequenceClassification.from_pretrained(models / "bert")
+    model.config.label2id, model.config.id2label = {"no": 0, "Yes": 1}, {0: "no", 1: "Yes"}
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    said = ["no", "Yes", "Yes", "no", "no", "no"]
+    named = Features({"text": TEXT, "label": ClassLabel(names=["yes", "no"])})
+    strange = Features({"text": TEXT, "label": ClassLabel(names=["negative", "positive"])})
+    kinds = {
+        "words": rows(text=SENTENCES, label=said),
+        "named": Dataset.from_dict({"text": SENTENCES, "label": [int(one == "no") for one in said]}, named),
+        "strange": Dataset.from_dict({"text": SENTENCES, "label": [int(one == "Yes") for one in said]}, strange),
+    }
+    for name, data in kinds.items():
+        data.to_parquet(tmp_path / f"{name}.parquet")
+        given = ["--model", str(tmp_path / "model"), "--train_dataset", str(tmp_path / f"{name}.parquet")]
+        common = ["--output_dir", str(tmp_path / name), "--use_cpu", "--proj_dim", "32"]
+        caplog.clear()
+        assert main(["featurize", *given, *common]) == 0
+        assert ("['negative', 'positive'], and those of the model ['Yes', 'no']" in caplog.text) == (name == "strange")
+        assert features(tmp_path / name).equal(features(tmp_path / "words"))
+    asked = ["attribute", "--output_dir", str(tmp_path / "named"), "--eval_dataset", str(tmp_path / "words.parquet")]
+    assert main([*asked, "--predict"]) == 0
+    scored = load_from_disk(tmp_path / "named/scores/targets/run/scored")
+    assert scored.features["labels"].names == ["no", "Yes"] and set(scored["predicted"]) <= {"no", "Yes"}
+
+
+@pytest.mark.slow
 def test_an_answer_and_one_of_its_words(models: Path, tmp_path: Path, capsys: Any) -> None:
     """`--predict` continues texts under their own name; `--words` scores one word of what was said."""
     rows(body=SENTENCES).to_parquet(tmp_path / "train.parquet")
