@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
 from hf_trak.cli.build import begin, build, build_from_index, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
+from hf_trak.data.columns import LABELS, is_text
+from hf_trak.data.said import PREDICTED
+from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import safe_name
@@ -46,8 +51,7 @@ def run(argv: Sequence[str]) -> None:
     """Verify one answer.
 
     Raises:
-        ValueError: the target does not exist, the run has another number of targets, or an index is given without
-            training rows.
+        ValueError: the target does not exist, the run has other targets, or an index is given without training rows.
     """
     kinds = (TargetArguments, VerifyArguments, ModelArguments, DataArguments, TrakConfig, OutputArguments)
     saved, (targets, wanted, model_args, data, trak, output) = begin(
@@ -76,9 +80,15 @@ def run(argv: Sequence[str]) -> None:
         built = build(model_args, data, trak, saved)
     attributor = built.attributor
     directory = Path(attributor.args.output_dir) / "scores" / wanted.name
-    rows = _rows_of_run(directory, wanted, len(stored)) if wanted.rows is None else wanted.rows
+    target, rows = stored.select([wanted.target]), wanted.rows
+    if rows is None:
+        scored = AttributionRun.load(directory).scored
+        rows = _rows_of_run(scored, directory, wanted, stored)
+        target = scored.select([wanted.target])
+    # what a run has attributed of a target is in the run alone, where that is not its labels
+    asked = rows is not wanted.rows and {PREDICTED, TARGET_MASK} & {*target.column_names}
     found = attributor.verify(
-        built.preparation.prepare(stored.select([wanted.target])),
+        target if asked else built.preparation.prepare(stored.select([wanted.target])),
         rows,
         similar=None if wanted.similar == "none" else wanted.similar,
         draws=wanted.draws,
@@ -94,13 +104,24 @@ def run(argv: Sequence[str]) -> None:
     answer(content, [heading, *str(found).split("\n")], output.json)
 
 
-def _rows_of_run(directory: Path, wanted: VerifyArguments, targets: int) -> list[int]:
-    """Take the rows that a run found for the target."""
-    saved = AttributionRun.load(directory).scored
-    if len(saved) != targets:
+def _rows_of_run(scored: Dataset, directory: Path, wanted: VerifyArguments, targets: Dataset) -> list[int]:
+    """Take the rows that a run found for the target, which has to be the one that is to be explained."""
+    if len(scored) != len(targets):
         raise ValueError(
-            f"The run in {str(directory)!r} has {len(saved)} targets, and there are {targets} rows to explain. "
+            f"The run in {str(directory)!r} has {len(scored)} targets, and there are {len(targets)} rows to explain. "
             "Expected the same rows. Give the `--eval_dataset` of the run, or name rows with `--rows`."
         )
-    listed = saved[wanted.target][TOP_K_COLUMNS[2 if wanted.harmful else 0]]
+    mine, other = scored[wanted.target], targets[wanted.target]
+    shared = [
+        name
+        for name in targets.column_names
+        if name in mine and is_text(targets.features[name]) and name not in LABELS
+    ]
+    if changed := [name for name in shared if mine[name] != other[name]]:
+        raise ValueError(
+            f"Target {wanted.target} of the run in {str(directory)!r} has the {changed[0]} {mine[changed[0]]!r:.80}, "
+            f"and the row to explain {other[changed[0]]!r:.80}. Expected the same rows. Give the `--eval_dataset` of "
+            "the run, or name rows with `--rows`."
+        )
+    listed = mine[TOP_K_COLUMNS[2 if wanted.harmful else 0]]
     return [int(row) for row in listed[: wanted.count]]

@@ -81,6 +81,28 @@ def test_rows_of_a_run(ask: Ask, place: Path, capsys: pytest.CaptureFixture[str]
     Dataset.from_json("mine.jsonl").select([0, 1]).to_json("fewer.jsonl")
     assert main(["verify", "--eval_dataset", "fewer.jsonl", "--name", "mine"]) == 1
     assert "has 4 targets, and there are 2 rows" in capsys.readouterr().err
+    Dataset.from_json("reviews.jsonl").select(range(4, 8)).to_json("others.jsonl")
+    assert main(["verify", "--eval_dataset", "others.jsonl", "--name", "mine"]) == 1
+    assert "Target 0 of the run in 'trak/scores/mine' has the text " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_targets_of_a_run_are_what_it_has_attributed(ask: Ask, place: Path) -> None:
+    """The model's own predictions, which are not the labels of the rows, if these have any."""
+    rows = Dataset.from_json("mine.jsonl")
+    rows.remove_columns("label").to_json("bare.jsonl")
+    assert main(["featurize", *MODEL]) == 0
+    model_args, data = parse_yaml_and_args((ModelArguments, DataArguments), list(MODEL[:4]))
+    built = build(model_args, data, TrakConfig("library", proj_dim=64, use_cpu=True))
+    said = built.attributor.predict(built.preparation.prepare(rows))
+    wrong = [int(1 - label) for label in said["labels"]]
+    rows.remove_columns("label").add_column("label", wrong).to_json("wrong.jsonl")
+    for name in ("bare", "wrong"):
+        given = ("--eval_dataset", f"{name}.jsonl", "--name", name)
+        assert main(["attribute", *given, "--predict", "--top_k", "6"]) == 0
+        printed = ask(*given, "--target", "1", "--similar", "none", "--count", "4", "--draws", "5")
+        found = built.attributor.verify(said.select([1]), printed["rows"], similar=None, draws=5)
+        assert printed["change"] == pytest.approx(found.change, rel=1e-3)
 
 
 @pytest.mark.parametrize(
