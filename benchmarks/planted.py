@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_trak import Exact, Rerank, TrakAttributor, TrakConfig
 from hf_trak.callbacks import TrakCallback
+from hf_trak.evaluation.lds import evaluate_lds
 from hf_trak.evaluation.trainer_retraining import mask_rows
 from hf_trak.methods import Replay
 from hf_trak.store.atomic import write_bytes
@@ -47,7 +48,7 @@ SHORTLIST = 60
 NEW_TOKENS = 6
 DEPTHS = {"fact": (5, 10, 20), "style": (5, 10)}
 
-LIBRARY = {
+LIBRARY: dict[str, Any] = {
     "index": "index",
     "exact (EK-FAC)": Exact("ekfac"),
     "exact (hybrid)": Exact("hybrid"),
@@ -56,6 +57,7 @@ LIBRARY = {
     "run, a quarter": Replay(of="run", hessian_share=0.25),
     "run": Replay(of="run"),
     "run, Gauss-Newton": Replay(of="run", form="gauss-newton"),
+    "calibrated": None,
 }
 METHODS = ("bm25", "embedding cosine", "gradient cosine", *LIBRARY)
 CONTROLS = ("random", "planted")
@@ -237,8 +239,10 @@ def cosines(tune: FineTune) -> np.ndarray:
 def library_scores(tune: FineTune, name: str) -> np.ndarray:
     """Score rows by a method of the library. Rows that reranking does not return have the lowest score."""
     attributor, method, n = tune.attributor, LIBRARY[name], len(tune.train)
-    if method == "index" or isinstance(method, Rerank):
+    if method in ("index", None) or isinstance(method, Rerank):
         attributor.featurize()
+    if method is None:
+        method = attributor.calibrate(tune.targets, len(tune.targets)).chosen.method
     if not isinstance(method, Rerank):
         return np.array(attributor.attribute(tune.targets, top_k=None, method=method)["trak_scores"])
     scored = attributor.attribute(tune.targets, top_k=SHORTLIST, method=method)
@@ -318,6 +322,23 @@ def without(tune: FineTune, name: str) -> dict[str, Any]:
     path.parent.mkdir(exist_ok=True)
     keep(path, found)
     return found
+
+
+def without_random_rows(tune: FineTune, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Train several times without a random tenth of the rows: rows that were kept `(s, n)`, and outputs `(s, m)`."""
+    n, masks, found = len(tune.train), [], []
+    for seed in range(1, count + 1):
+        path = tune.work / "random" / f"{seed}.json"
+        kept = np.ones(n, dtype=bool)
+        kept[np.random.default_rng(100 + seed).choice(n, n // 10, replace=False)] = False
+        if not path.exists():
+            run = tune.trainer()
+            mask_rows(run, kept)
+            run.train()
+            keep(path, {"outputs": outputs(tune, run.model.eval())})
+        masks.append(kept)
+        found.append(json.loads(path.read_text())["outputs"])
+    return np.array(masks), np.array(found)
 
 
 def answers(tune: FineTune, model: torch.nn.Module) -> list[str]:
@@ -420,6 +441,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--remove", action="store_true", help="train again without the first 20 rows of each method")
+    parser.add_argument("--random", type=int, default=0, help="train so often without a random tenth of the rows")
     parser.add_argument("--calibrate", action="store_true", help="choose a method by the replayed run")
     parser.add_argument("--rows", type=int, default=140)
     parser.add_argument("--rate", type=float, default=5e-3)
@@ -436,6 +458,10 @@ def main() -> None:
         print(name, {key: round(value, 2) for key, value in found.items()}, flush=True)
     for name in (*CONTROLS, *given.methods) if given.remove else ():
         print("without", name, without(tune, name)["answers"], flush=True)
+    if given.random:
+        kept, found = without_random_rows(tune, given.random)
+        for name in given.methods:
+            print(f"LDS of {name}: {evaluate_lds(scores_of(tune, name).T, kept, found).mean}", flush=True)
     if given.calibrate:
         print(calibration(tune))
     print(table(tune, METHODS))
