@@ -6,7 +6,6 @@ In this order: a replay of the recorded run; what calibration has judged; what t
 
 import json
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,12 +25,16 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.fit_batches import shortages
 from hf_trak.featurize.pricing import Price, fitted, price, recorded_run
 from hf_trak.featurize.question import Question
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod, Combination, Exact, Index, Replay, Rerank
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.runtime.checks import byte_size
 from hf_trak.runtime.progress import duration, say
 
 logger = logging.getLogger(__name__)
+
+MEASURED = 10
+"""Seconds from which on, by the rate of featurizing, a step of a run is measured: a pass over many rows is faster."""
 
 MINUTE = 60.0
 
@@ -57,6 +60,7 @@ class Option:
         quality: its expected linear datamodeling score, or its correlation with replayed targets.
         why: where that comes from.
         of_banks: whether it comes from the banks, whose small differences say nothing.
+        seconds: what it takes beside the index, where that was measured.
     """
 
     method: AnyMethod
@@ -64,6 +68,7 @@ class Option:
     quality: float
     why: str
     of_banks: bool
+    seconds: float | None = None
 
     def text(self, rate: float | None, featurizing: int) -> str:
         """Say method, quality and time.
@@ -74,12 +79,18 @@ class Option:
         """
         return f"{named(self.method)} ({self.why}; {self.time(rate, featurizing)})"
 
+    def lasts(self, rate: float | None) -> float | None:
+        """Return the seconds that it takes beside the index, measured or by the rate; `None` if neither is known."""
+        if self.seconds is not None or rate is None:
+            return self.seconds
+        return self.price.passes / rate
+
     def time(self, rate: float | None, featurizing: int) -> str:
         """Say the time that it takes beside the index."""
         if self.price.passes == 0:
             return "no time beside the index"
-        if rate is not None:
-            return f"about {duration(self.price.passes / rate)}"
+        if (seconds := self.lasts(rate)) is not None:
+            return f"about {duration(seconds)}"
         return f"about {self.price.passes / featurizing:.2g} times as long as featurizing"
 
 
@@ -99,15 +110,22 @@ class Options:
 
     def within(self, budget: BudgetName) -> Option:
         """Return the best method that a budget allows: of those as good as it, by the banks, the cheapest."""
-        within = [one for one in self.options if one.price.passes <= self._limit(budget)]
+        within = [one for one in self.options if self._allows(one, budget)]
         near = [one for one in within if one.of_banks and one.quality >= within[0].quality - GAIN - 1e-9]
         return min(near, key=lambda one: one.price.passes) if within[0].of_banks else within[0]
 
-    def _limit(self, budget: BudgetName) -> float:
-        """Return the row passes that a budget allows beside the index."""
+    def _allows(self, one: Option, budget: BudgetName) -> bool:
+        """Tell whether a method takes no time beside the index, or, by `"balanced"`, as long as featurizing at most.
+
+        A minute is always allowed by `"balanced"`.
+        """
+        if budget == "best" or one.price.passes == 0:
+            return True
         if budget == "fast":
-            return 0
-        return math.inf if budget == "best" else max(self.featurizing, MINUTE * (self.rate or 0))
+            return False
+        if (seconds := one.lasts(self.rate)) is None or self.rate is None:
+            return one.price.passes <= self.featurizing
+        return seconds <= max(self.featurizing / self.rate, MINUTE)
 
     def line(self, chosen: Option, budget: BudgetName) -> str:
         """Say what was chosen, why, and what would be better at which price."""
@@ -153,7 +171,7 @@ def choose(
     while True:
         chosen = found.within(budget)
         if model.processes.is_main_process:
-            if found.rate is not None and chosen.price.passes > MINUTE * found.rate:
+            if (chosen.lasts(found.rate) or 0) > MINUTE:
                 logger.warning("%s", found.line(chosen, budget))
             elif _told.get(model) != chosen.method:
                 say(logger, found.line(chosen, budget))
@@ -222,10 +240,12 @@ def options(
         methods += [one for one in found[: index + 1] if at_hand or isinstance(one[0], Index)]
     rate = model.rate() if measure and len(methods) > 1 and at_hand else None
     featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
-    listed = (
-        Option(method, price(model, method, m, ids), quality, why, why.startswith(_BANKS))
-        for method, quality, why in methods
-    )
+    listed = list[Option]()
+    for method, quality, why in methods:
+        priced, seconds = price(model, method, m, ids), None
+        if isinstance(method, Replay) and rate is not None and priced.passes > MEASURED * rate:
+            seconds = max(model.processes.gather(RunReplay(model, method).seconds(m, ids[-1])))
+        listed.append(Option(method, priced, quality, why, why.startswith(_BANKS), seconds))
     return Options(tuple(listed), rate, featurizing)
 
 

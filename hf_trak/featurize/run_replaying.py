@@ -5,6 +5,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -36,7 +37,7 @@ from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
-from hf_trak.trajectory.sweep import COPIES, BackwardSweep, SweepOptions
+from hf_trak.trajectory.sweep import COPIES, TOGETHER, BackwardSweep, SweepOptions, part_length
 from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
 
 logger = logging.getLogger(__name__)
@@ -269,20 +270,7 @@ class RunReplay:
         with model.processes.all_or_none():
             last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
             self._check_weights(path, last)
-            task = taking_masks(self.task) if path.steps[0].batches[0].random is not None else self.task
-            featurizer = model.featurizer(task)
-            featurizer.prepare_task(model_id, model.args.batch_size)
-            batches = featurizer.batches(model.train_dataset)
-
-            def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
-                for rows in cuts:
-                    batch = send_to_device(batches.collated(list(rows)), model.device)
-                    yield list(rows), featurizer.in_dtype_of_model(batch)
-
-            bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
-            plain = isinstance(self.record, SavedRun) and kind_of(model.trainer) is None  # TRL's take other batches
-            trained = TrainerLossModelOutput(model.trainer, getattr(self.task, "of_task", None)) if plain else None
-            passes = StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16, trained)
+            passes = self._passes(model_id, path)
             targets = self._targets(question, passes)
         options = SweepOptions(method.smoothing, method.hessian_share, method.products, model.args.seed)
         try:
@@ -293,6 +281,63 @@ class RunReplay:
                 BackwardSweep(path, options, passes, model.processes).run(asked, what)
         finally:
             passes.end(last.to(model.device))
+
+    def _passes(self, model_id: int, path: RunPath) -> StepPasses:
+        """Prepare the passes over rows of steps."""
+        model = self.model
+        task = taking_masks(self.task) if path.steps[0].batches[0].random is not None else self.task
+        featurizer = model.featurizer(task)
+        featurizer.prepare_task(model_id, model.args.batch_size)
+        batches = featurizer.batches(model.train_dataset)
+
+        def collated(cuts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+            for rows in cuts:
+                batch = send_to_device(batches.collated(list(rows)), model.device)
+                yield list(rows), featurizer.in_dtype_of_model(batch)
+
+        bf16 = isinstance(self.record, RunRecord) and self.record.description["bf16"]
+        plain = isinstance(self.record, SavedRun) and kind_of(model.trainer) is None  # TRL's take other batches
+        trained = TrainerLossModelOutput(model.trainer, getattr(self.task, "of_task", None)) if plain else None
+        return StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16, trained)
+
+    def seconds(self, m: int, model_id: int) -> float:
+        """Measure the passes of the first step, and estimate the seconds of a replay of m targets from them.
+
+        Args:
+            m: number of targets.
+            model_id: the checkpoint that the run ended with.
+
+        Raises:
+            HfTrakError, StoreError: as of [`plan`].
+        """
+        model, path, method = self.model, self.path, self.method
+        step, together = path.steps[0], min(m, TOGETHER)
+        last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+        modes = [(module, module.training) for module in model.model.modules()]
+        passes = self._passes(model_id, path)
+        draws = torch.Generator(model.device).manual_seed(model.args.seed)
+        directions = torch.randn(together, len(last), generator=draws, device=model.device, dtype=last.dtype)
+        kept = [range(math.ceil(method.hessian_share * len(one.rows))) for one in step.batches]
+        times = list[float]()
+        try:
+            model.model.eval()
+            passes.put(path.weights(0))
+            for _ in range(2):  # the first finds what the second knows
+                begun = time.perf_counter()
+                for part in passes.rows(step.batches):
+                    float(part.gradients.sum())  # waits for a GPU
+                middle = time.perf_counter()
+                float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
+                times = [middle - begun, time.perf_counter() - middle]
+        finally:
+            passes.end(last.to(model.device))
+            for module, mode in modes:
+                module.training = mode
+        rows, products = times
+        steps = sum(len(one.rows) for one in path.steps) / len(step.rows)
+        sweeps = 2 + (part_length(len(path.steps), len(last), last.element_size()) < len(path.steps))
+        products *= m / together / model.processes.num_processes
+        return steps * (len(self._parts(m)) * sweeps * rows + products)
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from hf_trak.errors import ConfigMismatchError, NonFiniteError
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
 from hf_trak.featurize.pricing import Price, fitted, price, recorded_run
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod
 from hf_trak.runtime import progress
 from hf_trak.store.sealed import write_sealed
+from hf_trak.trajectory.passes import StepPasses
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = sentences(4, 1)
@@ -42,6 +45,49 @@ def test_budgets() -> None:
     assert Options(measured, 100.0, 1_000).within("balanced").method == near.method
     replay = option(Replay(of="run"), 90_000, 1.0, False)
     assert Options((replay, slow, index), 100.0, 1_000).within("best") == replay
+
+
+def test_a_measured_time_counts_before_the_rate_of_featurizing() -> None:
+    replay, index = option(Replay(of="run"), 90_000, 1.0, False), option(Index(), 0, 0.35)
+    fast = replace(replay, seconds=30.0)
+    assert Options((replay, index), 100.0, 1_000).within("balanced") == index
+    assert Options((fast, index), 100.0, 1_000).within("balanced") == fast
+    assert "about 30 s" in Options((fast, index), 100.0, 1_000).line(fast, "best")
+    assert Options((replace(replay, seconds=61.0), index), 100.0, 1_000).within("balanced") == index
+    assert Options((replace(replay, seconds=61.0), index), 100.0, 6_100).within("balanced").seconds == 61.0
+
+
+@pytest.mark.slow
+def test_the_time_of_a_replay_is_that_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on one step, with a clock that counts passes over rows and products; the model is left as it was."""
+    attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path)).featurize()
+    monkeypatch.setattr(choosing, "MEASURED", 0)
+    model = attributor.model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    clock = [0.0]
+    gradients, curvature = StepPasses.gradients, StepPasses.curvature
+
+    def counted(self: Any, batch: Any, size: int, side: Any) -> Any:
+        clock[0] += size
+        return gradients(self, batch, size, side)
+
+    def multiplied(self: Any, batches: Any, chosen: Any, directions: Any, form: Any) -> Any:
+        clock[0] += 100 * sum(map(len, chosen)) * sum(map(len, directions))
+        return curvature(self, batches, chosen, directions, form)
+
+    monkeypatch.setattr(StepPasses, "gradients", counted)
+    monkeypatch.setattr(StepPasses, "curvature", multiplied)
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.time.perf_counter", lambda: clock[0])
+    found = RunReplay(attributor.features, Replay(of="run")).seconds(10, 0)
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    rows = attributor.trajectory().rows
+    assert found == pytest.approx(rows * (2 + 100 * 10))
+    half = RunReplay(attributor.features, Replay(of="run", hessian_share=0.5)).seconds(10, 0)
+    assert half == pytest.approx(rows * (2 + 50 * 10), rel=0.2)
+    monkeypatch.undo()
+    monkeypatch.setattr(choosing, "MEASURED", 0)
+    monkeypatch.setattr(RunReplay, "seconds", lambda self, m, model_id: 1234.0 * self.method.hessian_share)
+    assert "about 20 min" in str(attributor.recommend(10))
 
 
 def test_the_line_says_what_why_and_what_would_be_better() -> None:
