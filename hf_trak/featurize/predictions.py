@@ -23,7 +23,7 @@ from hf_trak.modelout_functions.batches import LABEL_NAMES, find_logits
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
-from hf_trak.modelout_functions.tokens import IGNORED, TARGET_MASK
+from hf_trak.modelout_functions.tokens import IGNORED, ROLE_MASKS, TARGET_MASK
 from hf_trak.runtime.checks import checked_int
 
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
@@ -184,6 +184,8 @@ def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator
         yield from (torch.tensor([tokenize(row)], device=model.device) for row in rows)
         return
     batches = model.featurizer().batches(dataset, "target")
+    padding = getattr(attribute_of(model.data_collator, "tokenizer") or model.processing_class, "pad_token_id", None)
+    masks = rows.select_columns([name for name in ("labels", *ROLE_MASKS) if name in columns])
     for (row,), batch in batches.iterate([[row] for row in range(len(dataset))]):
         if "pixel_values" in batch:
             raise TypeError(
@@ -191,7 +193,7 @@ def _prompts(model: FeaturizedModel, dataset: Dataset, causal: bool) -> Iterator
                 "tell where an answer begins. Divide messages into a prompt and a completion, as TRL's `SFTTrainer` "
                 "takes them."
             )
-        prompt = _prompt(batch, causal)
+        prompt = _prompt(batch, causal, padding, _masked(masks[row]) if masks.column_names else 0)
         if tokenize is not None and asked and prompt.shape[1] == _tokens(batch):  # no label tells where it ends
             prompt = _beginning(prompt, tokenize(rows[row]), row)
         yield prompt
@@ -268,16 +270,28 @@ def _check_length(row: int, tokens: int, new_tokens: Any, positions: int | None)
         )
 
 
-def _prompt(batch: Mapping[str, Any], causal: bool) -> Tensor:
-    """Return the tokens before the answer `(1, T)`: those before the first label, or all if none is masked."""
+def _prompt(batch: Mapping[str, Any], causal: bool, padding: int | None = None, masked: int = 0) -> Tensor:
+    """Return the tokens before the answer `(1, T)`: those before the first label, or all if none is masked.
+
+    Collators mask every `padding` token, also one that begins a text. So such tokens alone are a prompt only if the
+    row itself masks as many.
+    """
     ids, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     if causal and isinstance(labels, Tensor) and labels.shape == ids.shape:
         labelled = (labels != IGNORED) & real
         first = int(labelled[0].int().argmax()) if bool(labelled.any()) else ids.shape[1]
-        if first > int(real[0].int().argmax()):  # something is masked before it: a prompt
-            real = real & (torch.arange(ids.shape[1], device=ids.device) < first)
+        before = real & (torch.arange(ids.shape[1], device=ids.device) < first)
+        asked = before if padding is None or int(before.sum()) == masked else before & (ids != padding)
+        if bool(asked.any()):
+            real = before
     return ids[real].unsqueeze(0)
+
+
+def _masked(row: Mapping[str, Any]) -> int:
+    """Count the tokens before the first label that a row itself masks, in its labels or beside them."""
+    marked = [[label != IGNORED for label in row.get("labels") or ()], *(row.get(name) or () for name in ROLE_MASKS)]
+    return max(next((i for i, counts in enumerate(one) if counts), len(one)) for one in marked)
 
 
 def _causal_row(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from datasets import Dataset
 
-from hf_trak.data.said import PREDICTED, decoded, said_column, said_in
+from hf_trak.data.said import PREDICTED, decoded, said_by, said_column, turns_of
 from hf_trak.data.shared_words import Run, WordIndex, Words
 from hf_trak.evaluation.single_steps import RowSteps, step_on_each
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -148,17 +148,10 @@ def _said(scored: Dataset, tokenizer: Any, ids_column: str) -> Iterator[tuple[st
             yield text, start + len(text[start:stop]) - len(text[start:stop].lstrip()), stop
             continue
         if column in ("messages", "completion"):
-            turns = "\n".join(_turns(row, column))
-            found = "\n".join(turns[start:stop] for start, stop in said_in(turns, row))
+            found = "\n".join(said_by(turn) for turn in turns_of(row) if turn.get("role") == "assistant")
         else:
             found = "" if column is None or not isinstance(row[column], str) else row[column]
         yield found, 0, len(found)
-
-
-def _turns(row: Mapping[str, Any], column: str) -> Iterator[str]:
-    """Yield the texts of a conversation, or of a prompt and its completion."""
-    for value in (row["messages"],) if column == "messages" else (row.get("prompt") or "", row["completion"]):
-        yield from (value,) if isinstance(value, str) else (str(turn["content"]).strip() for turn in value)
 
 
 def _passage(text: str, start: int, stop: int) -> tuple[tuple[str, ...], int, int]:

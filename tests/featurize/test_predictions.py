@@ -10,7 +10,12 @@ from datasets import Dataset
 from digit_models import digits, make, trained_net
 from doc_examples import documents, tiny_gpt2, word_tokenizer
 from trak_options import trak_config
-from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_trak import TrakAttributor
 
@@ -105,6 +110,40 @@ def test_the_prompt_of_an_answered_row_is_what_is_masked(language: TrakAttributo
     )
     whole = Dataset.from_dict({"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]})
     assert language.predict(whole, max_new_tokens=3)[0]["input_ids"] == found[0]["input_ids"]
+
+
+def test_a_masked_padding_token_that_begins_a_text_is_no_prompt(tmp_path: Path) -> None:
+    """The collator masks `<s>`, which it pads with. Only what a row itself masks, or other tokens, is a prompt."""
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = tokenizer.bos_token
+    texts = Dataset.from_dict({"input_ids": [[1, 3, 4, 5], [1, 6, 7], [1, 1, 8, 9], [8, 9]]})
+    model, collator = tiny_gpt2(), DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    options: dict[str, Any] = {"max_new_tokens": 3, "suppress_tokens": [0, 1, 2, *range(len(tokenizer), 30)]}
+    assert collator([texts[0]])["labels"].tolist() == [[-100, 3, 4, 5]]
+    own = TrakAttributor(
+        model, trak_config(str(tmp_path), **QUICK), texts, collator, processing_class=tokenizer, task="causal_lm"
+    )
+
+    def written(ids: list[int]) -> list[int]:
+        given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        return model.generate(**given, **options, do_sample=False)[0].tolist()
+
+    found = own.predict(texts, **options)
+    for row, ids in zip(found, texts["input_ids"], strict=True):
+        assert row["input_ids"] == written(ids) and row["target_mask"].index(1) == len(ids)
+    assert own.predict(found, **options)["input_ids"][0] == written(found["input_ids"][0]), (
+        "the collator makes its own labels, and masks no prompt"
+    )
+
+    own.features.data_collator = DataCollatorForSeq2Seq(tokenizer)
+    rows = [[1, 3, 4, 5]] * 4
+    for labels, count in (([-100, 3, 4, 5], 1), ([-100, -100, 4, 5], 2), ([1, 3, 4, 5], 4)):
+        answered = Dataset.from_dict({"input_ids": rows, "labels": [labels] * 4})
+        assert own.predict(answered, **options)["input_ids"][:] == [written(rows[0][:count])] * 4
+    masked = Dataset.from_dict({"input_ids": rows, "completion_mask": [[0, 1, 1, 1]] * 4})
+    own.features.data_collator = collator
+    assert own.predict(masked, **options)["input_ids"][0] == written([1])
 
 
 def test_more_than_the_positions_of_the_model(language: TrakAttributor) -> None:

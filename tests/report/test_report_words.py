@@ -88,9 +88,11 @@ def test_a_span_is_compared_alone(own: TrakAttributor) -> None:
 
 def test_chats_are_compared_by_what_the_assistant_says(own: TrakAttributor) -> None:
     words = own.features.processing_class
-    own.attribute(chat(words), top_k=3)
-    (found,) = last_result(own).run(own.features).scored["trak_words"]
-    assert found["said"] == "sister sells boats" and [one["row"] for one in found["same"]] == [4]
+    in_parts = [{"role": "assistant", "content": [{"type": "text", "text": "sister sells boats"}]}]
+    for rows in (chat(words), chat(words).remove_columns("messages").add_column("messages", [in_parts])):
+        own.attribute(rows, top_k=3)
+        (found,) = last_result(own).run(own.features).scored["trak_words"]
+        assert found["said"] == "sister sells boats" and [one["row"] for one in found["same"]] == [4]
 
 
 def chat(words: Any) -> Dataset:
