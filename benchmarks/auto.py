@@ -89,7 +89,7 @@ def prices(case: Case, work: Path, place: Path) -> None:
             begun = time.perf_counter(), time.process_time()
             attributor.attribute(targets, top_k=TOP, method=one.method)
             known[name] = {
-                "passes": passes, "foretold": passes / rate, "seconds": time.perf_counter() - begun[0],
+                "passes": passes, "foretold": one.lasts(rate), "seconds": time.perf_counter() - begun[0],
                 "busy": time.process_time() - begun[1], "rate": rate, "record": record,
             }  # fmt: skip
             print(place.name, name, {key: round(value, 2) for key, value in known[name].items()}, flush=True)

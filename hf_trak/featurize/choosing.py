@@ -33,7 +33,7 @@ from hf_trak.runtime.progress import duration, say
 
 logger = logging.getLogger(__name__)
 
-MEASURED = 10
+MEASURED = 1
 """Seconds from which on, by the rate of featurizing, a step of a run is measured: a pass over many rows is faster."""
 
 MINUTE = 60.0
@@ -89,9 +89,11 @@ class Option:
         """Say the time that it takes beside the index."""
         if self.price.passes == 0:
             return "no time beside the index"
+        # conjugate gradients may end before the steps that are paid for, and many targets share a pass
+        about = "at most about" if _is_refined(self.method) else "about"
         if (seconds := self.lasts(rate)) is not None:
-            return f"about {duration(seconds)}"
-        return f"about {self.price.passes / featurizing:.2g} times as long as featurizing"
+            return f"{about} {duration(seconds)}"
+        return f"{about} {self.price.passes / featurizing:.2g} times as long as featurizing"
 
 
 @dataclass(frozen=True)
