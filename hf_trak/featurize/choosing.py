@@ -6,6 +6,7 @@ In this order: a replay of the recorded run; what calibration has judged; what t
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -246,9 +247,19 @@ def options(
     for method, quality, why in methods:
         priced, seconds = price(model, method, m, ids), None
         if isinstance(method, Replay) and rate is not None and priced.passes > MEASURED * rate:
-            seconds = max(model.processes.gather(RunReplay(model, method).seconds(m, ids[-1])))
+            seconds = _measured(model, method, m, ids[-1])
         listed.append(Option(method, priced, quality, why, why.startswith(_BANKS), seconds))
     return Options(tuple(listed), rate, featurizing)
+
+
+def _measured(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> float | None:
+    """Measure a step of a run in every process; return `None` if the run cannot be replayed, which is said later."""
+    try:
+        own = RunReplay(model, method).seconds(m, model_id)
+    except HfTrakError:
+        own = math.nan
+    slowest = max(model.processes.gather(own), key=lambda one: (math.isnan(one), one))
+    return None if math.isnan(slowest) else slowest
 
 
 def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:

@@ -219,6 +219,8 @@ def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypat
         raise NonFiniteError("The derivatives are NaN.")
 
     monkeypatch.setattr(choosing, "planned", failed)
+    monkeypatch.setattr(choosing, "MEASURED", 0)
+    monkeypatch.setattr(RunReplay, "seconds", failed)
     monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
     assert np.array_equal(scores_of(attributor, top_k=5), scores_of(attributor, top_k=5, method="index"))
     assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text
