@@ -9,23 +9,28 @@ The same rule is tried on rows that helped. Where it doubts many of them, it tel
 from right ones badly, and rows are to be looked at instead of relabelled.
 """
 
-import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from datasets import ClassLabel, Dataset, Value
 from numpy.typing import ArrayLike
 
 from hf_trak.data.columns import LABELS
+from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
+
+logger = logging.getLogger(__name__)
 
 EFFECT, REASON, ACTION, LABEL = "effect", "reason", "suggested_action", "suggested_label"
 """The columns of a review, which replace columns of these names."""
@@ -52,6 +57,7 @@ def review_table(
     label_column: str | None = None,
     other_labels: Mapping[int, Any] | None = None,
     relabel: bool = True,
+    repeated: Mapping[int, int] | None = None,
 ) -> Dataset:
     """Put effects, reasons and actions beside training rows.
 
@@ -66,6 +72,8 @@ def review_table(
             The rows that have probably a wrong label, and the label that they should have.
         relabel (`bool`, *optional*, defaults to `True`):
             Whether to suggest that these rows get this label, rather than a look at them.
+        repeated (`Mapping[int, int]`, *optional*):
+            The rows that repeat an earlier one, see [`repeated_rows`].
 
     Returns:
         `datasets.Dataset`: the rows in their order, with `effect`, `reason` and `suggested_action`, and with
@@ -74,10 +82,12 @@ def review_table(
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
     reasons, actions = _from_effects(values)
-    for row, first in repeated_rows(plain, label_column).items():
-        same = label_column is None or plain[row][label_column] == plain[first][label_column]
-        reasons[row] = f"the same as row {first}" if same else f"the same as row {first}, with another label"
-        actions[row] = "remove" if same else "look"
+    given = [None] * len(plain) if label_column is None else plain[label_column][:]
+    with_label = {(first, given[first]): first for first in (repeated or {}).values()}
+    for row, first in sorted((repeated or {}).items()):
+        same = with_label.setdefault((first, given[row]), row)
+        reasons[row] = f"the same as row {same}" if same != row else f"the same as row {first}, with another label"
+        actions[row] = "remove" if same != row else "look"
     suggested = dict(other_labels or {})
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
@@ -104,38 +114,42 @@ def without_effect(effects: np.ndarray) -> np.ndarray:
     return np.abs(effects) <= _NONE * np.abs(effects).max(initial=0)
 
 
-def repeated_rows(rows: Dataset, label_column: str | None = None) -> dict[int, int]:
-    """Map every row that another one before it equals in all columns to the first such row.
+def repeated_rows(batches: RowBatches, label_column: str | None = None) -> dict[int, int]:
+    """Map every row that gives the model the same as an earlier one to the first such row.
 
-    Files count by their content. A number that no two rows share, such as an id, does not count.
+    Rows are compared as collated, one by one: an id, a source or a file name counts only if a transform or collator
+    makes something of it. None is found, with a warning, if the collator takes no single row.
 
     Args:
-        rows (`datasets.Dataset`):
-            The rows.
+        batches (`RowBatches`):
+            The rows, on their way to the model.
         label_column (`str`, *optional*):
-            A column that may differ.
+            A column with one label per row, which may differ.
     """
-    rows = rows.with_format(None).remove_columns([] if label_column is None else [label_column])
     first: dict[bytes, int] = {}
-    found, number = {}, 0
-    numbered = [
-        name
-        for name, kind in rows.features.items()
-        if isinstance(kind, Value) and pa.types.is_integer(kind.pa_type) and len(rows.unique(name)) == len(rows)
-    ]
-    for batch in rows.remove_columns(numbered).with_format("arrow").iter(1000):
-        for row in batch.to_pylist():
-            content = {name: _content(value) for name, value in row.items()}
-            before = first.setdefault(hashlib.blake2b(repr(content).encode(), digest_size=16).digest(), number)
+    found = {}
+    try:
+        for number, batch in enumerate(batches.alike()):
+            content = _without_label(batch, label_column)
+            if not content:
+                return {}
+            digest = xxhash.xxh3_128()
+            update_digest(digest, content)
+            before = first.setdefault(digest.digest(), number)
             if before != number:
                 found[number] = before
-            number += 1
+    except Exception as error:  # whatever a user's collator may raise for a single row
+        logger.warning("Repeated rows are not looked for, since rows cannot be collated alone and compared: %r", error)
+        return {}
     return found
 
 
-def _content(value: Any) -> Any:
-    """Return the bytes of a file, without its name."""
-    return value["bytes"] if isinstance(value, dict) and value.get("bytes") is not None else value
+def _without_label(batch: Any, label_column: str | None) -> Any:
+    """Leave the single label of a row out of its batch; labels of tokens, and soft ones, stay."""
+    if label_column is None or not isinstance(batch, Mapping):
+        return batch
+    names = {label_column, *LABELS}
+    return {name: value for name, value in batch.items() if name not in names or np.asarray(value).size != 1}
 
 
 def class_column(rows: Dataset) -> str | None:

@@ -322,7 +322,7 @@ def effects_of_training(
     harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
     exact = chosen if isinstance(chosen, Exact) else Exact()
     doubted, false_doubts = doubted_labels(features, harmful, eval_dataset, exact)
-    repeated = repeated_rows(rows, column)
+    repeated = repeated_rows(features.row_batches(rows, "train"), column)
     found = TrainingReport(
         losses=losses,
         effects=effects,

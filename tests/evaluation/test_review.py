@@ -1,5 +1,6 @@
 """The review of a training dataset: planted wrong labels and duplicates are found, fixed, and proved by retraining."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.data.drawn_rows import RowDraws
+from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
-from hf_trak.evaluation.review import review_table, wrong_labels
+from hf_trak.evaluation.review import repeated_rows, review_table, wrong_labels
 from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
@@ -131,8 +134,8 @@ def test_labels_that_other_rows_do_not_confirm() -> None:
 def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of labels that are drawn at random none can be doubted with reason."""
     train, validation, _ = digits()
-    random = np.random.default_rng(2).integers(10, size=100).tolist()
-    noisy = train.select(range(100)).remove_columns("labels").add_column("labels", random)
+    drawn = np.random.default_rng(2).integers(10, size=100).tolist()
+    noisy = train.select(range(100)).remove_columns("labels").add_column("labels", drawn)
     noisy = noisy.cast_column("labels", train.features["labels"])
     trainer = trainer_of(noisy, tmp_path)
     trainer.args.num_train_epochs, trainer.args.learning_rate = 60, 1e-2  # it learns them by heart
@@ -141,11 +144,84 @@ def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog
     with caplog.at_level("WARNING"):
         table = attributor.review(validation.select(range(50)))
     assert [text for text in caplog.messages if "validation rows, too: about" in text]
-    assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == random
+    assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == drawn
     assert sum(label is not None for label in table["suggested_label"]) > 5
     found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")
     assert found.rough_doubts and found.rough_doubts in str(found)
     assert found.rough_doubts in (tmp_path / "page.html").read_text()
+
+
+def as_text(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows of any columns."""
+    return {name: [row[name] for row in batch] for name in batch[0]}
+
+
+def on_their_way(rows: Dataset, columns: list[str] | None = None) -> RowBatches:
+    draws = RowDraws()
+    return RowBatches(rows, as_text, columns=columns, device=torch.device("cpu"), draws=draws)
+
+
+READ = "abcadbaa"
+"""Letters, the content of rows: 3, 6 and 7 repeat 0, and 5 repeats 1."""
+
+
+def numbered(read: str = "letter") -> Dataset:
+    """Make rows with a number, a name of a file and a source of their own, beside a letter in the column `read`."""
+    numbers = range(len(READ))
+    return Dataset.from_dict(
+        {
+            "number": numbers, "file_name": [f"{i}.png" for i in numbers], "id": [f"r{i}" for i in numbers],
+            read: list(READ), "source": ["web" if i % 2 else "book" for i in numbers], "label": [0, 1] * 4,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("columns of the model", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("transform of the letter", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("transform of the number", {}),  # though sources, labels and letters of it are the same
+        ("transform of half the number", {2 * i + 1: 2 * i for i in range(4)}),
+        ("transform at random", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("every column", {}),  # which the collator reads, as far as anybody knows
+        ("labels alone", {}),
+        ("no single row", {}),
+    ],
+)
+def test_rows_repeat_others_if_the_model_gets_the_same(
+    kind: str, expected: dict[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, columns = numbered(), ["made", "label"]
+    made = {
+        "transform of the letter": lambda batch: [ord(one) for one in batch["letter"]],
+        "transform of the number": lambda batch: [READ[::-1] * (i + 1) for i in batch["number"]],
+        "transform of half the number": lambda batch: [i // 2 for i in batch["number"]],
+        "transform at random": lambda batch: [ord(one) + random.random() for one in batch["letter"]],
+    }
+    if kind in made:
+        rows = rows.with_transform(lambda batch: {"made": made[kind](batch), **batch})
+    if kind == "columns of the model":
+        rows = numbered("made")
+    batches = on_their_way(rows, ["label"] if kind == "labels alone" else None if kind == "every column" else columns)
+    if kind == "no single row":
+        batches = on_their_way(numbered("made"), columns)
+        batches.collator = lambda rows: as_text(rows[:-1])
+    assert repeated_rows(batches, "label") == expected
+    assert ("not looked for" in caplog.text) == (kind == "no single row")
+
+
+def test_a_row_is_compared_with_all_rows_that_it_repeats() -> None:
+    """Of the labels 0, 1, 1 of one text, the third repeats the second, and only the second differs from the first."""
+    labels = [0, 1, 1, 0, 1, 2]
+    rows = Dataset.from_dict({"text": ["a"] * 6, "labels": labels})
+    table = review_table(rows, [1.0] * 6, "labels", repeated=repeated_rows(on_their_way(rows), "labels"))
+    assert table["suggested_action"] == ["keep", "look", "remove", "remove", "remove", "look"]
+    for row, reason in enumerate(table["reason"]):
+        same = labels.index(labels[row])  # the first row of that label
+        other = "the same as row 0, with another label" if row else ""
+        assert reason == (other if same == row else f"the same as row {same}")
+    assert fixed_dataset(table)["labels"] == [0, 1, 2]
 
 
 def rows_of_text() -> Dataset:
@@ -153,8 +229,8 @@ def rows_of_text() -> Dataset:
 
 
 def test_table_of_effects() -> None:
-    """An id does not hide that rows are the same; a repeated row with another label is to be looked at."""
-    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1})
+    """A repeated row with another label is to be looked at."""
+    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1}, repeated={2: 0, 3: 0})
     assert table["reason"] == [
         "rows like it have another label", "no effect", "the same as row 0", "the same as row 0, with another label",
         "harms the validation set",
