@@ -755,9 +755,9 @@ class TrakAttributor:
                 The validation rows, whose mean output is the target.
 
         Returns:
-            `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
-            `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`,
-            where rows have one label each.
+            `datasets.Dataset`: the training rows with their number `trak_index`; `effect`, the score of each for the
+            mean of the validation rows; `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and
+            `"remove"`; and `suggested_label`, where rows have one label each.
 
         Raises:
             TypeError: the training rows are no `datasets.Dataset`.

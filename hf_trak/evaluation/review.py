@@ -29,11 +29,12 @@ from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.selection import SELECTION_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-EFFECT, REASON, ACTION, LABEL = "effect", "reason", "suggested_action", "suggested_label"
-"""The columns of a review, which replace columns of these names."""
+INDEX, EFFECT, REASON, ACTION, LABEL = SELECTION_COLUMNS[0], "effect", "reason", "suggested_action", "suggested_label"
+"""The columns of a review: the number of the row, which stays when the table is sorted or filtered, and others."""
 
 ACTIONS = ("keep", "look", "relabel", "remove")
 """What may stand in the column of actions."""
@@ -76,8 +77,8 @@ def review_table(
             The rows that repeat an earlier one, see [`repeated_rows`].
 
     Returns:
-        `datasets.Dataset`: the rows in their order, with `effect`, `reason` and `suggested_action`, and with
-        `suggested_label` beside a column of labels.
+        `datasets.Dataset`: the rows in their order, with `trak_index`, `effect`, `reason` and `suggested_action`, and
+        with `suggested_label` beside a column of labels.
     """
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
@@ -91,7 +92,8 @@ def review_table(
     suggested = dict(other_labels or {})
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
-    table = _own_columns(plain).add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
+    table = _own_columns(plain).add_column(INDEX, np.arange(len(plain)), feature=Value("int64"))
+    table = table.add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
     table = table.add_column(REASON, reasons, feature=Value("string"))
     table = table.add_column(ACTION, actions, feature=Value("string"))
     if label_column is not None:
@@ -280,44 +282,68 @@ def fixed_dataset(table: Dataset) -> Dataset:
 
     Args:
         table (`datasets.Dataset`):
-            Training rows with `suggested_action` and, for rows to relabel, `suggested_label`.
+            Training rows with `trak_index`, `suggested_action` and, for rows to relabel, `suggested_label`, in any
+            order. Rows that are left out of it are removed, too.
 
     Returns:
-        `datasets.Dataset`: the rows to train on, with their own columns alone.
+        `datasets.Dataset`: the rows to train on, in the order of the training dataset, with their own columns.
 
     Raises:
-        ValueError: there is no column of actions, an action is unknown, or a row to relabel has no label.
+        ValueError: there is no column of actions or of row numbers, an action is unknown, or a row to relabel has no
+            label.
     """
-    if ACTION not in table.column_names:
-        raise ValueError(f"The columns are {table.column_names}. Expected {ACTION!r}, of `TrakAttributor.review`.")
-    actions = np.array(table.with_format(None)[ACTION], dtype=object)
-    if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
-        raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
+    numbers, actions = _numbers_and_actions(table)
     column = class_column(table) if LABEL in table.column_names else None
     if changed := np.flatnonzero(actions == "relabel").tolist():
         new = [None] * len(table) if column is None else table.with_format(None)[LABEL]
         missing = next((row for row in changed if new[row] is None), None)
         if column is None or missing is not None:
             raise ValueError(
-                f"Row {missing} is to be relabelled and has no {LABEL!r}. Expected the label that it should have."
+                f"Row {numbers[changed[0] if missing is None else missing]} is to be relabelled and has no {LABEL!r}. "
+                "Expected the label that it should have."
             )
         labels = list(table.with_format(None)[column])
         for row in changed:
             labels[row] = new[row]
         names, feature = table.column_names, table.features[column]
         table = table.remove_columns([column]).add_column(column, labels, feature=feature).select_columns(names)
-    kept = np.flatnonzero(actions != "remove")
-    return _own_columns(table).select(kept.tolist())
+    order = np.argsort(numbers, kind="stable")
+    return _own_columns(table).select(order[actions[order] != "remove"].tolist())
+
+
+def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Read from a review the numbers of its rows in the training dataset, and what is to be done with them."""
+    if missing := [name for name in (INDEX, ACTION) if name not in table.column_names]:
+        raise ValueError(
+            f"The columns are {table.column_names}. Expected {missing[0]!r}, of `TrakAttributor.review`. Pass its "
+            "table with all of its columns."
+        )
+    plain = table.with_format(None)
+    actions = np.array(plain[ACTION], dtype=object)
+    if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
+        raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
+    return np.array(plain[INDEX], dtype=np.int64), actions
 
 
 def _own_columns(table: Dataset) -> Dataset:
     """Leave out what a review has added."""
-    return table.remove_columns([name for name in (EFFECT, REASON, ACTION, LABEL) if name in table.column_names])
+    return table.remove_columns(
+        [name for name in (INDEX, EFFECT, REASON, ACTION, LABEL) if name in table.column_names]
+    )
 
 
 def changed_rows(table: Dataset) -> np.ndarray:
-    """Return the numbers of the rows that a review removes or gives another label."""
-    return np.flatnonzero(np.isin(np.array(table.with_format(None)[ACTION], dtype=object), ("relabel", "remove")))
+    """Return the numbers, ascending, of the training rows that a review removes or gives another label.
+
+    Args:
+        table (`datasets.Dataset`):
+            The table, in any order, or a part of it.
+
+    Raises:
+        ValueError: there is no column of actions or of row numbers, or an action is unknown.
+    """
+    numbers, actions = _numbers_and_actions(table)
+    return np.sort(numbers[np.isin(actions, ("relabel", "remove"))])
 
 
 class Retrains(Protocol):

@@ -244,6 +244,24 @@ def test_table_of_effects() -> None:
     assert calm["reason"] == [""] * 3 and "suggested_label" not in calm.column_names
 
 
+def test_rows_keep_their_numbers_when_a_table_is_sorted_or_filtered() -> None:
+    """Truth: the letters of the rows, which are all different."""
+    actions = ["keep", "remove", "look", "relabel", "keep", "remove"]
+    rows = Dataset.from_dict({"text": list("abcdef"), "label": [0, 1] * 3})
+    table = review_table(rows, [3.0, -1, 2, -5, 4, 1], "label", {3: 0}, repeated={1: 0, 5: 1})
+    table = table.remove_columns("suggested_action").add_column("suggested_action", actions)
+    ordered, flipped = table.sort("effect"), table.select(range(5, -1, -1))
+    for one in (table, ordered, flipped, table.shuffle(seed=1)):
+        assert [rows[int(row)]["text"] for row in changed_rows(one)] == ["b", "d", "f"]
+        fixed = fixed_dataset(one)
+        assert fixed["text"] == ["a", "c", "d", "e"] and fixed["label"] == [0, 0, 0, 0]
+    acted = table.filter(lambda row: row["suggested_action"] != "keep")
+    assert changed_rows(acted).tolist() == [1, 3, 5] and fixed_dataset(acted)["text"] == ["c", "d"]
+    for use in (changed_rows, fixed_dataset):
+        with pytest.raises(ValueError, match=r"Expected 'trak_index'.*all of its columns"):
+            use(table.remove_columns("trak_index"))
+
+
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
@@ -257,8 +275,10 @@ def test_an_edited_table_is_checked(column: str, value: Any, message: str) -> No
     edited = table.remove_columns([column]).add_column(column, values, feature=table.features[column])
     with pytest.raises(ValueError, match=message):
         fixed_dataset(edited)
+    with pytest.raises(ValueError, match="Row 0 is to be relabelled"):
+        fixed_dataset(table.remove_columns("suggested_label"))
     with pytest.raises(ValueError, match="Expected 'suggested_action'"):
-        fixed_dataset(rows_of_text())
+        fixed_dataset(table.remove_columns("suggested_action"))
 
 
 def test_rows_to_leave_out_must_leave_others() -> None:
