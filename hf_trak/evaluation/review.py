@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 INDEX, EFFECT, REASON, ACTION, LABEL = SELECTION_COLUMNS[0], "effect", "reason", "suggested_action", "suggested_label"
 """The columns of a review: the number of the row, which stays when the table is sorted or filtered, and others."""
 
+_COLUMNS = (INDEX, EFFECT, REASON, ACTION, LABEL)
+
+_OWN = "own_"
+"""Before the name of a column of the training rows that is called like one of these, while it is in the table."""
+
 ACTIONS = ("keep", "look", "relabel", "remove")
 """What may stand in the column of actions."""
 
@@ -78,7 +83,8 @@ def review_table(
 
     Returns:
         `datasets.Dataset`: the rows in their order, with `trak_index`, `effect`, `reason` and `suggested_action`, and
-        with `suggested_label` beside a column of labels.
+        with `suggested_label` beside a column of labels. Columns of the rows are as stored, and those of such names
+        are called `own_effect`, say.
     """
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
@@ -92,14 +98,25 @@ def review_table(
     suggested = dict(other_labels or {})
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
-    table = _own_columns(plain).add_column(INDEX, np.arange(len(plain)), feature=Value("int64"))
+    table = plain.rename_columns({name: f"{_OWN}{name}" for name in _COLUMNS if name in plain.column_names})
+    table = table.add_column(INDEX, np.arange(len(plain)), feature=Value("int64"))
     table = table.add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
     table = table.add_column(REASON, reasons, feature=Value("string"))
     table = table.add_column(ACTION, actions, feature=Value("string"))
     if label_column is not None:
         labels = [suggested.get(row) for row in range(len(table))]
         table = table.add_column(LABEL, labels, feature=rows.features[label_column])
-    return table
+    return table if rows.format["type"] is None else table.with_transform(_AsStored(rows.format))
+
+
+@dataclass(frozen=True)
+class _AsStored:
+    """A transform that changes nothing: it keeps the format of the training rows, however a table is edited."""
+
+    format: dict[str, Any]
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
 
 
 def _from_effects(effects: np.ndarray) -> tuple[list[str], list[str]]:
@@ -286,29 +303,39 @@ def fixed_dataset(table: Dataset) -> Dataset:
             order. Rows that are left out of it are removed, too.
 
     Returns:
-        `datasets.Dataset`: the rows to train on, in the order of the training dataset, with their own columns.
+        `datasets.Dataset`: the rows to train on, in the order of the training dataset, with their own columns alone
+        and with their format or transform, which a table that was read from a file has lost.
 
     Raises:
         ValueError: there is no column of actions or of row numbers, an action is unknown, or a row to relabel has no
             label.
     """
     numbers, actions = _numbers_and_actions(table)
+    carrier, table = table.format["format_kwargs"].get("transform"), table.with_format(None)
     column = class_column(table) if LABEL in table.column_names else None
     if changed := np.flatnonzero(actions == "relabel").tolist():
-        new = [None] * len(table) if column is None else table.with_format(None)[LABEL]
+        new = [None] * len(table) if column is None else table[LABEL]
         missing = next((row for row in changed if new[row] is None), None)
         if column is None or missing is not None:
             raise ValueError(
                 f"Row {numbers[changed[0] if missing is None else missing]} is to be relabelled and has no {LABEL!r}. "
                 "Expected the label that it should have."
             )
-        labels = list(table.with_format(None)[column])
+        labels = list(table[column])
         for row in changed:
             labels[row] = new[row]
         names, feature = table.column_names, table.features[column]
         table = table.remove_columns([column]).add_column(column, labels, feature=feature).select_columns(names)
     order = np.argsort(numbers, kind="stable")
-    return _own_columns(table).select(order[actions[order] != "remove"].tolist())
+    fixed = table.remove_columns([name for name in _COLUMNS if name in table.column_names])
+    own = {f"{_OWN}{name}": name for name in _COLUMNS}
+    fixed = fixed.rename_columns({name: own[name] for name in fixed.column_names if name in own})
+    fixed = fixed.select(order[actions[order] != "remove"].tolist())
+    if not isinstance(carrier, _AsStored):
+        return fixed
+    kept = carrier.format
+    columns = [name for name in kept["columns"] if name in fixed.column_names]
+    return fixed.with_format(kept["type"], columns, kept["output_all_columns"], **kept["format_kwargs"])
 
 
 def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -323,13 +350,6 @@ def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
     if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
         raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
     return np.array(plain[INDEX], dtype=np.int64), actions
-
-
-def _own_columns(table: Dataset) -> Dataset:
-    """Leave out what a review has added."""
-    return table.remove_columns(
-        [name for name in (INDEX, EFFECT, REASON, ACTION, LABEL) if name in table.column_names]
-    )
 
 
 def changed_rows(table: Dataset) -> np.ndarray:

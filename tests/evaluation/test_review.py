@@ -237,7 +237,6 @@ def test_table_of_effects() -> None:
     ]  # fmt: skip
     assert table["suggested_action"] == ["relabel", "keep", "remove", "look", "look"]
     assert table["suggested_label"] == [1, None, None, None, None]
-    assert review_table(table, table["effect"], "label").column_names == table.column_names  # again: no second columns
     fixed = fixed_dataset(table)
     assert fixed["label"] == [1, 1, 1, 1] and fixed["id"] == [0, 1, 3, 4]
     calm = review_table(Dataset.from_dict({"text": ["a", "b", "c"]}), [1.0, -0.5, 0.8])
@@ -260,6 +259,33 @@ def test_rows_keep_their_numbers_when_a_table_is_sorted_or_filtered() -> None:
     for use in (changed_rows, fixed_dataset):
         with pytest.raises(ValueError, match=r"Expected 'trak_index'.*all of its columns"):
             use(table.remove_columns("trak_index"))
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": [2 * one for one in batch["effect"]], "reason": batch["reason"]}
+
+
+def test_fixed_rows_have_the_columns_and_the_transform_of_the_training_rows(tmp_path: Path) -> None:
+    """Also columns that are called like those of the table, which a transform may read."""
+    given = {
+        "trak_index": [7, 8, 9], "effect": ["x", "y", "z"], "reason": ["r"] * 3, "label": [0, 1, 0],
+        "suggested_action": ["?"] * 3, "suggested_label": [5, 6, 7],
+    }  # fmt: skip
+    plain = Dataset.from_dict(given)
+    rows = plain.with_transform(doubled)
+    table = review_table(rows, [1.0, -2.0, 3.0], "label", {1: 0}, repeated={2: 0})
+    assert table["effect"] == [1.0, -2.0, 3.0] and table[0]["own_effect"] == "x"  # as stored
+    for edited in (table, table.sort("effect"), table.filter(lambda row: row["label"] >= 0)):
+        fixed = fixed_dataset(edited)
+        assert fixed[:] == {"twice": ["xx", "yy"], "reason": ["r", "r"]} and len(fixed) == 2
+        expected = {name: values[:2] for name, values in given.items()} | {"label": [0, 0]}
+        assert fixed.with_format(None)[:] == expected and fixed.column_names == plain.column_names
+    arrays = review_table(plain.with_format("numpy", ["label"]), [1.0] * 3, "label")
+    assert isinstance(fixed_dataset(arrays)[:]["label"], np.ndarray) and list(fixed_dataset(arrays)[0]) == ["label"]
+    table.to_json(tmp_path / "table.jsonl")
+    read = Dataset.from_json(str(tmp_path / "table.jsonl"), cache_dir=str(tmp_path / "cache"))
+    assert fixed_dataset(read)[:] == expected
+    assert fixed_dataset(review_table(plain, [1.0] * 3)).format == plain.format
 
 
 @pytest.mark.parametrize(
