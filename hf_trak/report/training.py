@@ -133,6 +133,7 @@ class TrainingReport(Result):
         method (`str`): how effects were computed.
         passes (`float`): what that took, in forward and backward passes over the training rows.
         seconds (`float`): and in time.
+        validation (`str`): fingerprint of the validation rows.
         proof ([`LossProof`], *optional*): what two trainings say.
         false_doubts (`float`): share of the doubted labels that are right, as far as 64 validation rows tell.
         warnings (`tuple[str, ...]`): what makes the numbers of a replay doubtful, and the remedy.
@@ -152,6 +153,7 @@ class TrainingReport(Result):
     method: str
     passes: float
     seconds: float
+    validation: str
     proof: LossProof | None = None
     false_doubts: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -292,12 +294,12 @@ def effects_of_training(
     chosen, near_by = _method(features, method), features
     features = _with_labels(features.as_trained("training_report"))
     question = _question(features, eval_dataset)
-    losses, scale = _losses(features, eval_dataset)
-    if earlier is not None and len(earlier.losses) != len(losses):
+    if earlier is not None and earlier.validation != question.fingerprint:
         raise ValueError(
-            f"The earlier report has {len(earlier.losses):,} validation rows, and `eval_dataset` has {len(losses):,}. "
-            "Expected the same rows, whose losses are compared. Pass those of that report."
+            f"The earlier report has other validation rows than `eval_dataset`, which has {len(eval_dataset):,}. "
+            "Expected the same rows with the same columns, whose losses are compared. Pass those of that report."
         )
+    losses, scale = _losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
     rate, shared = features.rate(), features.processes.num_processes
     if rate is not None and features.processes.is_main_process:
@@ -337,6 +339,7 @@ def effects_of_training(
         method=_described(chosen),
         passes=passes,
         seconds=seconds,
+        validation=question.fingerprint,
         false_doubts=false_doubts,
         warnings=plan.warnings,
         earlier=earlier,
