@@ -278,8 +278,9 @@ def doubted_labels(
     if share > MOST_FALSE_DOUBTS:
         features.warn_once(
             f"The labels of {len(doubted)} of {len(rows)} training rows are doubted, and those of {false} of "
-            f"{len(controls)} validation rows, too: about {share:.0%} of the doubted ones are right. Expected at most "
-            f"{MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you relabel any."
+            f"{len(controls)} validation rows, too: as far as these tell, at most {share:.0%} of the doubted ones are "
+            f"right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you "
+            "relabel any."
         )
     return doubted, share
 
@@ -389,10 +390,11 @@ class RemovalProof(Result):
     better: float
 
     def __str__(self) -> str:
+        gain = self.gain
         return (
-            f"without these rows ({self.removed}) instead of as many random ones, outputs are {self.gain.value:+.3g} "
-            f"higher in the mean ({self.gain.low:+.3g} to {self.gain.high:+.3g}), and higher for {self.better:.0%} of "
-            "the targets"
+            f"without these rows ({self.removed}) instead of as many random ones, outputs are {abs(gain.value):.3g} "
+            f"{'lower' if gain.value < 0 else 'higher'} in the mean (a change of {gain.low:+.3g} to "
+            f"{gain.high:+.3g}), and higher for {self.better:.0%} of the targets"
         )
 
 

@@ -17,7 +17,8 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
-from hf_trak.evaluation.review import repeated_rows, review_table, wrong_labels
+from hf_trak.evaluation.intervals import Interval
+from hf_trak.evaluation.review import RemovalProof, repeated_rows, review_table, wrong_labels
 from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
@@ -143,7 +144,7 @@ def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog
     attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak")), "image_classification")
     with caplog.at_level("WARNING"):
         table = attributor.review(validation.select(range(50)))
-    assert [text for text in caplog.messages if "validation rows, too: about" in text]
+    assert [text for text in caplog.messages if "as far as these tell, at most" in text]
     assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == drawn
     assert sum(label is not None for label in table["suggested_label"]) > 5
     found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")
@@ -305,6 +306,13 @@ def test_an_edited_table_is_checked(column: str, value: Any, message: str) -> No
         fixed_dataset(table.remove_columns("suggested_label"))
     with pytest.raises(ValueError, match="Expected 'suggested_action'"):
         fixed_dataset(table.remove_columns("suggested_action"))
+
+
+@pytest.mark.parametrize(("gain", "said"), [(-0.154, "0.154 lower"), (0.2, "0.2 higher"), (0.0, "0 higher")])
+def test_a_proof_says_which_way_outputs_go(gain: float, said: str) -> None:
+    text = str(RemovalProof(6, Interval(gain, gain - 0.1, gain + 0.3), 0.4))
+    assert f"outputs are {said} in the mean (a change of {gain - 0.1:+.3g} to {gain + 0.3:+.3g})" in text
+    assert "higher for 40% of the targets" in text
 
 
 def test_rows_to_leave_out_must_leave_others() -> None:
