@@ -758,7 +758,7 @@ class TrakAttributor:
             `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, the score of
             each for the mean of the validation rows; `reason`; `suggested_action`, one of `"keep"`, `"look"`,
             `"relabel"` and `"remove"`; and `suggested_label`, where rows have one label each. Columns of yours of such
-            names are called `own_effect`, say, until `fixed_dataset` gives them their names back.
+            names are called `trak_own_effect`, say, until `fixed_dataset` gives them their names back.
 
         Raises:
             TypeError: the training rows are no `datasets.Dataset`.

@@ -38,7 +38,7 @@ INDEX, EFFECT, REASON, ACTION, LABEL = SELECTION_COLUMNS[0], "effect", "reason",
 
 _COLUMNS = (INDEX, EFFECT, REASON, ACTION, LABEL)
 
-_OWN = "own_"
+_OWN = "trak_own_"
 """Before the name of a column of the training rows that is called like one of these, while it is in the table."""
 
 ACTIONS = ("keep", "look", "relabel", "remove")
@@ -84,7 +84,7 @@ def review_table(
     Returns:
         `datasets.Dataset`: the rows in their order, with `trak_index`, `effect`, `reason` and `suggested_action`, and
         with `suggested_label` beside a column of labels. Columns of the rows are as stored, and those of such names
-        are called `own_effect`, say.
+        are called `trak_own_effect`, say.
     """
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
@@ -150,7 +150,7 @@ def repeated_rows(batches: RowBatches, label_column: str | None = None) -> dict[
     try:
         for number, batch in enumerate(batches.alike()):
             content = _without_label(batch, label_column)
-            if not content:
+            if isinstance(content, Mapping) and not content:
                 return {}
             digest = xxhash.xxh3_128()
             update_digest(digest, content)

@@ -187,6 +187,7 @@ def numbered(read: str = "letter") -> Dataset:
         ("transform at random", {3: 0, 5: 1, 6: 0, 7: 0}),
         ("every column", {}),  # which the collator reads, as far as anybody knows
         ("labels alone", {}),
+        ("a tensor", {3: 0, 5: 1, 6: 0, 7: 0}),
         ("no single row", {}),
     ],
 )
@@ -205,6 +206,9 @@ def test_rows_repeat_others_if_the_model_gets_the_same(
     if kind == "columns of the model":
         rows = numbered("made")
     batches = on_their_way(rows, ["label"] if kind == "labels alone" else None if kind == "every column" else columns)
+    if kind == "a tensor":
+        batches = on_their_way(numbered("made"), columns)
+        batches.collator = lambda rows: torch.tensor([ord(row["made"]) for row in rows])
     if kind == "no single row":
         batches = on_their_way(numbered("made"), columns)
         batches.collator = lambda rows: as_text(rows[:-1])
@@ -270,12 +274,12 @@ def test_fixed_rows_have_the_columns_and_the_transform_of_the_training_rows(tmp_
     """Also columns that are called like those of the table, which a transform may read."""
     given = {
         "trak_index": [7, 8, 9], "effect": ["x", "y", "z"], "reason": ["r"] * 3, "label": [0, 1, 0],
-        "suggested_action": ["?"] * 3, "suggested_label": [5, 6, 7],
+        "suggested_action": ["?"] * 3, "suggested_label": [5, 6, 7], "own_effect": [True] * 3,
     }  # fmt: skip
     plain = Dataset.from_dict(given)
     rows = plain.with_transform(doubled)
     table = review_table(rows, [1.0, -2.0, 3.0], "label", {1: 0}, repeated={2: 0})
-    assert table["effect"] == [1.0, -2.0, 3.0] and table[0]["own_effect"] == "x"  # as stored
+    assert table["effect"] == [1.0, -2.0, 3.0] and table[0]["trak_own_effect"] == "x"  # as stored
     for edited in (table, table.sort("effect"), table.filter(lambda row: row["label"] >= 0)):
         fixed = fixed_dataset(edited)
         assert fixed[:] == {"twice": ["xx", "yy"], "reason": ["r", "r"]} and len(fixed) == 2
