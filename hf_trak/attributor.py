@@ -23,7 +23,7 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.retraining import ReplayCheck, check_by_retraining
-from hf_trak.evaluation.review import MOST_FALSE_DOUBTS, class_column, doubted_labels, review_table
+from hf_trak.evaluation.review import MOST_FALSE_DOUBTS, class_column, doubted_labels, repeated_rows, review_table
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -755,9 +755,10 @@ class TrakAttributor:
                 The validation rows, whose mean output is the target.
 
         Returns:
-            `datasets.Dataset`: the training rows with `effect`, the score of each for the mean of the validation rows;
-            `reason`; `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`,
-            where rows have one label each.
+            `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, the score of
+            each for the mean of the validation rows; `reason`; `suggested_action`, one of `"keep"`, `"look"`,
+            `"relabel"` and `"remove"`; and `suggested_label`, where rows have one label each. Columns of yours of such
+            names are called `trak_own_effect`, say, until `fixed_dataset` gives them their names back.
 
         Raises:
             TypeError: the training rows are no `datasets.Dataset`.
@@ -772,7 +773,9 @@ class TrakAttributor:
         chosen = Exact()  # the index finds few wrong labels: it compares rows for one target alone
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
         doubted, false = doubted_labels(self.features, np.flatnonzero(effects < 0), eval_dataset, chosen)
-        return review_table(rows, effects, class_column(rows), doubted, relabel=false <= MOST_FALSE_DOUBTS)
+        label = class_column(rows)
+        repeated = repeated_rows(self.features.row_batches(rows, "train"), label)
+        return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":
         """Display one target of the last `attribute(..., per="target")` in a notebook, as a report shows it.

@@ -403,6 +403,15 @@ class DrawnRows:
                 self._last = {row: value for (row, _), value in zip(keys, rows, strict=True)}
             return joined(singles, lambda: self._collate([copy.copy(value) for value in rows]))
 
+    def alike(self, row: int) -> Any:
+        """Make the batch of a row alone, with the seeds that every row gets here: equal rows give equal batches."""
+        if not self._began:
+            self.__getitems__([(row, 0)])
+        own = held_generators(*self._sources)
+        with generators_kept(own):
+            set_generators(self._seed, self._side, 0, 0, own)
+            return self._drawn(row)[1]
+
     def check_apart(self, rows: Sequence[int]) -> None:
         """Check that a row comes out of the collator as its own, whichever row is beside it, for the same draw.
 

@@ -295,6 +295,12 @@ class RowBatches:
     def _each_alone(self, rows: list[int]) -> dict[str, Any]:
         return {f"row {row}": self.collated([row]) for row in rows}
 
+    def alike(self) -> Iterator[Any]:
+        """Yield the batch of every row alone, at random with the same seeds: equal rows give equal batches."""
+        drawn = self.drawn
+        for row in range(len(self._given)):
+            yield self._drawn_rows.alike(row) if drawn else self.collated([row])
+
     def alone(self, row: int, draw: int = 0) -> Any:
         """Load the batch of a single row, on the device."""
         return send_to_device(self.collated([row], draw), self.device)

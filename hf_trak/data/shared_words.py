@@ -1,9 +1,11 @@
 """Words that texts share: the longest sequences of them, and BM25.
 
-Both look at words alone, so that they show what an attribution adds to a search. Case and punctuation do not count.
+Both look at words alone, so that they show what an attribution adds to a search. Case, punctuation and the way in
+which a letter with marks is encoded do not count.
 """
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,9 +15,28 @@ import numpy as np
 
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff"  # of Japanese and Chinese, which put no spaces between words
 
-_WORD = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
+_MARKS = "".join(
+    one for one in map(chr, [*range(0x20000), *range(0xE0100, 0xE01F0)]) if unicodedata.category(one)[0] == "M"
+)
+"""Accents, and vowels of Indic scripts, which belong to the letter before them and are no letters for `re`."""
+
+_JOINERS = "\u200c\u200d"  # within words of Persian and of Indic scripts, to shape the letters beside them
+
+_LETTER = rf"[^\W{_CHARACTERS}]"
+
+_WORD = re.compile(  # no mark and no joiner comes before U+0300, which is seen sooner than that a character is one
+    rf"{_LETTER}+(?:[^\x00-\u02ff](?:(?<=[{_MARKS}])|(?<=[{_JOINERS}])(?=[{_MARKS}]|{_LETTER})){_LETTER}*)*"
+    rf"|[{_CHARACTERS}][{_MARKS}]*"
+)
 
 _BETWEEN, _UNKNOWN = -1, -2  # numbers of no word, which are equal to none that is looked for
+
+
+def _folded(word: str) -> str:
+    """Write a word in lower case, and composed: equal for words that differ in nothing that a reader sees."""
+    if word.isascii():
+        return word.casefold()
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Words:
             text: the text.
         """
         found = list(_WORD.finditer(text))
-        return cls(tuple(one[0].casefold() for one in found), tuple(one.span() for one in found))
+        return cls(tuple(_folded(one[0]) for one in found), tuple(one.span() for one in found))
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class _Numbers(dict[str, int]):
         self._next = count()
 
     def __missing__(self, word: str) -> int:
-        folded = word.casefold()
+        folded = _folded(word)
         if folded not in self.folded:
             self.folded[folded] = next(self._next)
         self[word] = self.folded[folded]

@@ -9,26 +9,37 @@ The same rule is tried on rows that helped. Where it doubts many of them, it tel
 from right ones badly, and rows are to be looked at instead of relabelled.
 """
 
-import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from datasets import ClassLabel, Dataset, Value
 from numpy.typing import ArrayLike
 
 from hf_trak.data.columns import LABELS
+from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
+from hf_trak.scores.selection import SELECTION_COLUMNS
 
-EFFECT, REASON, ACTION, LABEL = "effect", "reason", "suggested_action", "suggested_label"
-"""The columns of a review, which replace columns of these names."""
+logger = logging.getLogger(__name__)
+
+INDEX, EFFECT, REASON, ACTION, LABEL = SELECTION_COLUMNS[0], "effect", "reason", "suggested_action", "suggested_label"
+"""The columns of a review: the number of the row, which stays when the table is sorted or filtered, and others."""
+
+_COLUMNS = (INDEX, EFFECT, REASON, ACTION, LABEL)
+
+_OWN = "trak_own_"
+"""Before the name of a column of the training rows that is called like one of these, while it is in the table."""
 
 ACTIONS = ("keep", "look", "relabel", "remove")
 """What may stand in the column of actions."""
@@ -52,6 +63,7 @@ def review_table(
     label_column: str | None = None,
     other_labels: Mapping[int, Any] | None = None,
     relabel: bool = True,
+    repeated: Mapping[int, int] | None = None,
 ) -> Dataset:
     """Put effects, reasons and actions beside training rows.
 
@@ -66,28 +78,45 @@ def review_table(
             The rows that have probably a wrong label, and the label that they should have.
         relabel (`bool`, *optional*, defaults to `True`):
             Whether to suggest that these rows get this label, rather than a look at them.
+        repeated (`Mapping[int, int]`, *optional*):
+            The rows that repeat an earlier one, see [`repeated_rows`].
 
     Returns:
-        `datasets.Dataset`: the rows in their order, with `effect`, `reason` and `suggested_action`, and with
-        `suggested_label` beside a column of labels.
+        `datasets.Dataset`: the rows in their order, with `trak_index`, `effect`, `reason` and `suggested_action`, and
+        with `suggested_label` beside a column of labels. Columns of the rows are as stored, and those of such names
+        are called `trak_own_effect`, say.
     """
     values = np.asarray(effects, dtype=np.float64)
     plain = rows.with_format(None)
     reasons, actions = _from_effects(values)
-    for row, first in repeated_rows(plain, label_column).items():
-        same = label_column is None or plain[row][label_column] == plain[first][label_column]
-        reasons[row] = f"the same as row {first}" if same else f"the same as row {first}, with another label"
-        actions[row] = "remove" if same else "look"
+    given = [None] * len(plain) if label_column is None else plain[label_column][:]
+    with_label = {(first, given[first]): first for first in (repeated or {}).values()}
+    for row, first in sorted((repeated or {}).items()):
+        same = with_label.setdefault((first, given[row]), row)
+        reasons[row] = f"the same as row {same}" if same != row else f"the same as row {first}, with another label"
+        actions[row] = "remove" if same != row else "look"
     suggested = dict(other_labels or {})
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
-    table = _own_columns(plain).add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
+    table = plain.rename_columns({name: f"{_OWN}{name}" for name in _COLUMNS if name in plain.column_names})
+    table = table.add_column(INDEX, np.arange(len(plain)), feature=Value("int64"))
+    table = table.add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
     table = table.add_column(REASON, reasons, feature=Value("string"))
     table = table.add_column(ACTION, actions, feature=Value("string"))
     if label_column is not None:
         labels = [suggested.get(row) for row in range(len(table))]
         table = table.add_column(LABEL, labels, feature=rows.features[label_column])
-    return table
+    return table if rows.format["type"] is None else table.with_transform(_AsStored(rows.format))
+
+
+@dataclass(frozen=True)
+class _AsStored:
+    """A transform that changes nothing: it keeps the format of the training rows, however a table is edited."""
+
+    format: dict[str, Any]
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
 
 
 def _from_effects(effects: np.ndarray) -> tuple[list[str], list[str]]:
@@ -104,38 +133,42 @@ def without_effect(effects: np.ndarray) -> np.ndarray:
     return np.abs(effects) <= _NONE * np.abs(effects).max(initial=0)
 
 
-def repeated_rows(rows: Dataset, label_column: str | None = None) -> dict[int, int]:
-    """Map every row that another one before it equals in all columns to the first such row.
+def repeated_rows(batches: RowBatches, label_column: str | None = None) -> dict[int, int]:
+    """Map every row that gives the model the same as an earlier one to the first such row.
 
-    Files count by their content. A number that no two rows share, such as an id, does not count.
+    Rows are compared as collated, one by one: an id, a source or a file name counts only if a transform or collator
+    makes something of it. None is found, with a warning, if the collator takes no single row.
 
     Args:
-        rows (`datasets.Dataset`):
-            The rows.
+        batches (`RowBatches`):
+            The rows, on their way to the model.
         label_column (`str`, *optional*):
-            A column that may differ.
+            A column with one label per row, which may differ.
     """
-    rows = rows.with_format(None).remove_columns([] if label_column is None else [label_column])
     first: dict[bytes, int] = {}
-    found, number = {}, 0
-    numbered = [
-        name
-        for name, kind in rows.features.items()
-        if isinstance(kind, Value) and pa.types.is_integer(kind.pa_type) and len(rows.unique(name)) == len(rows)
-    ]
-    for batch in rows.remove_columns(numbered).with_format("arrow").iter(1000):
-        for row in batch.to_pylist():
-            content = {name: _content(value) for name, value in row.items()}
-            before = first.setdefault(hashlib.blake2b(repr(content).encode(), digest_size=16).digest(), number)
+    found = {}
+    try:
+        for number, batch in enumerate(batches.alike()):
+            content = _without_label(batch, label_column)
+            if isinstance(content, Mapping) and not content:
+                return {}
+            digest = xxhash.xxh3_128()
+            update_digest(digest, content)
+            before = first.setdefault(digest.digest(), number)
             if before != number:
                 found[number] = before
-            number += 1
+    except Exception as error:  # whatever a user's collator may raise for a single row
+        logger.warning("Repeated rows are not looked for, since rows cannot be collated alone and compared: %r", error)
+        return {}
     return found
 
 
-def _content(value: Any) -> Any:
-    """Return the bytes of a file, without its name."""
-    return value["bytes"] if isinstance(value, dict) and value.get("bytes") is not None else value
+def _without_label(batch: Any, label_column: str | None) -> Any:
+    """Leave the single label of a row out of its batch; labels of tokens, and soft ones, stay."""
+    if label_column is None or not isinstance(batch, Mapping):
+        return batch
+    names = {label_column, *LABELS}
+    return {name: value for name, value in batch.items() if name not in names or np.asarray(value).size != 1}
 
 
 def class_column(rows: Dataset) -> str | None:
@@ -245,8 +278,9 @@ def doubted_labels(
     if share > MOST_FALSE_DOUBTS:
         features.warn_once(
             f"The labels of {len(doubted)} of {len(rows)} training rows are doubted, and those of {false} of "
-            f"{len(controls)} validation rows, too: about {share:.0%} of the doubted ones are right. Expected at most "
-            f"{MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you relabel any."
+            f"{len(controls)} validation rows, too: as far as these tell, at most {share:.0%} of the doubted ones are "
+            f"right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you "
+            "relabel any."
         )
     return doubted, share
 
@@ -266,44 +300,71 @@ def fixed_dataset(table: Dataset) -> Dataset:
 
     Args:
         table (`datasets.Dataset`):
-            Training rows with `suggested_action` and, for rows to relabel, `suggested_label`.
+            Training rows with `trak_index`, `suggested_action` and, for rows to relabel, `suggested_label`, in any
+            order. Rows that are left out of it are removed, too.
 
     Returns:
-        `datasets.Dataset`: the rows to train on, with their own columns alone.
+        `datasets.Dataset`: the rows to train on, in the order of the training dataset, with their own columns alone
+        and with their format or transform, which a table that was read from a file has lost.
 
     Raises:
-        ValueError: there is no column of actions, an action is unknown, or a row to relabel has no label.
+        ValueError: there is no column of actions or of row numbers, an action is unknown, or a row to relabel has no
+            label.
     """
-    if ACTION not in table.column_names:
-        raise ValueError(f"The columns are {table.column_names}. Expected {ACTION!r}, of `TrakAttributor.review`.")
-    actions = np.array(table.with_format(None)[ACTION], dtype=object)
-    if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
-        raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
+    numbers, actions = _numbers_and_actions(table)
+    carrier, table = table.format["format_kwargs"].get("transform"), table.with_format(None)
     column = class_column(table) if LABEL in table.column_names else None
     if changed := np.flatnonzero(actions == "relabel").tolist():
-        new = [None] * len(table) if column is None else table.with_format(None)[LABEL]
+        new = [None] * len(table) if column is None else table[LABEL]
         missing = next((row for row in changed if new[row] is None), None)
         if column is None or missing is not None:
             raise ValueError(
-                f"Row {missing} is to be relabelled and has no {LABEL!r}. Expected the label that it should have."
+                f"Row {numbers[changed[0] if missing is None else missing]} is to be relabelled and has no {LABEL!r}. "
+                "Expected the label that it should have."
             )
-        labels = list(table.with_format(None)[column])
+        labels = list(table[column])
         for row in changed:
             labels[row] = new[row]
         names, feature = table.column_names, table.features[column]
         table = table.remove_columns([column]).add_column(column, labels, feature=feature).select_columns(names)
-    kept = np.flatnonzero(actions != "remove")
-    return _own_columns(table).select(kept.tolist())
+    order = np.argsort(numbers, kind="stable")
+    fixed = table.remove_columns([name for name in _COLUMNS if name in table.column_names])
+    own = {f"{_OWN}{name}": name for name in _COLUMNS}
+    fixed = fixed.rename_columns({name: own[name] for name in fixed.column_names if name in own})
+    fixed = fixed.select(order[actions[order] != "remove"].tolist())
+    if not isinstance(carrier, _AsStored):
+        return fixed
+    kept = carrier.format
+    columns = [name for name in kept["columns"] if name in fixed.column_names]
+    return fixed.with_format(kept["type"], columns, kept["output_all_columns"], **kept["format_kwargs"])
 
 
-def _own_columns(table: Dataset) -> Dataset:
-    """Leave out what a review has added."""
-    return table.remove_columns([name for name in (EFFECT, REASON, ACTION, LABEL) if name in table.column_names])
+def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Read from a review the numbers of its rows in the training dataset, and what is to be done with them."""
+    if missing := [name for name in (INDEX, ACTION) if name not in table.column_names]:
+        raise ValueError(
+            f"The columns are {table.column_names}. Expected {missing[0]!r}, of `TrakAttributor.review`. Pass its "
+            "table with all of its columns."
+        )
+    plain = table.with_format(None)
+    actions = np.array(plain[ACTION], dtype=object)
+    if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
+        raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
+    return np.array(plain[INDEX], dtype=np.int64), actions
 
 
 def changed_rows(table: Dataset) -> np.ndarray:
-    """Return the numbers of the rows that a review removes or gives another label."""
-    return np.flatnonzero(np.isin(np.array(table.with_format(None)[ACTION], dtype=object), ("relabel", "remove")))
+    """Return the numbers, ascending, of the training rows that a review removes or gives another label.
+
+    Args:
+        table (`datasets.Dataset`):
+            The table, in any order, or a part of it.
+
+    Raises:
+        ValueError: there is no column of actions or of row numbers, or an action is unknown.
+    """
+    numbers, actions = _numbers_and_actions(table)
+    return np.sort(numbers[np.isin(actions, ("relabel", "remove"))])
 
 
 class Retrains(Protocol):
@@ -329,10 +390,11 @@ class RemovalProof(Result):
     better: float
 
     def __str__(self) -> str:
+        gain = self.gain
         return (
-            f"without these rows ({self.removed}) instead of as many random ones, outputs are {self.gain.value:+.3g} "
-            f"higher in the mean ({self.gain.low:+.3g} to {self.gain.high:+.3g}), and higher for {self.better:.0%} of "
-            "the targets"
+            f"without these rows ({self.removed}) instead of as many random ones, outputs are {abs(gain.value):.3g} "
+            f"{'lower' if gain.value < 0 else 'higher'} in the mean (a change of {gain.low:+.3g} to "
+            f"{gain.high:+.3g}), and higher for {self.better:.0%} of the targets"
         )
 
 

@@ -57,6 +57,9 @@ MOST_COMPARED = 256
 NEAR = 0.995
 """Cosine of the features of two rows from which on they are near duplicates."""
 
+_PAIRED = 64
+"""Rows drawn at random, whose features are compared to see whether a cosine tells near duplicates."""
+
 LOGGED = 20
 """Rows of either end in the tables that a trainer logs."""
 
@@ -126,13 +129,14 @@ class TrainingReport(Result):
         doubts (`int`): number of the rows, the most harmful ones, whose labels were looked at.
         repeated (`dict[int, int]`): rows that are the same as an earlier one, apart from the label, and that row.
         near (`tuple[tuple[int, int, float], ...]`): near duplicates among rows of large effect: a row, another one,
-            and the cosine of their features; `None` without features.
+            and the cosine of their features. A sentence that says why, where features cannot tell.
         no_effect (`float`): share of the rows without effect.
         settings (`dict[str, float]`): change of the loss by 10 % more learning rate and weight decay, where a replay
             of the run tells.
         method (`str`): how effects were computed.
         passes (`float`): what that took, in forward and backward passes over the training rows.
         seconds (`float`): and in time.
+        validation (`str`): fingerprint of the validation rows.
         proof ([`LossProof`], *optional*): what two trainings say.
         false_doubts (`float`): share of the doubted labels that are right, as far as 64 validation rows tell.
         warnings (`tuple[str, ...]`): what makes the numbers of a replay doubtful, and the remedy.
@@ -146,12 +150,13 @@ class TrainingReport(Result):
     doubted: dict[int, str]
     doubts: int
     repeated: dict[int, int]
-    near: tuple[tuple[int, int, float], ...] | None
+    near: tuple[tuple[int, int, float], ...] | str
     no_effect: float
     settings: dict[str, float]
     method: str
     passes: float
     seconds: float
+    validation: str
     proof: LossProof | None = None
     false_doubts: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -292,12 +297,12 @@ def effects_of_training(
     chosen, near_by = _method(features, method), features
     features = _with_labels(features.as_trained("training_report"))
     question = _question(features, eval_dataset)
-    losses, scale = _losses(features, eval_dataset)
-    if earlier is not None and len(earlier.losses) != len(losses):
+    if earlier is not None and earlier.validation != question.fingerprint:
         raise ValueError(
-            f"The earlier report has {len(earlier.losses):,} validation rows, and `eval_dataset` has {len(losses):,}. "
-            "Expected the same rows, whose losses are compared. Pass those of that report."
+            f"The earlier report has other validation rows than `eval_dataset`, which has {len(eval_dataset):,}. "
+            "Expected the same rows with the same columns, whose losses are compared. Pass those of that report."
         )
+    losses, scale = _losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
     rate, shared = features.rate(), features.processes.num_processes
     if rate is not None and features.processes.is_main_process:
@@ -322,7 +327,7 @@ def effects_of_training(
     harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
     exact = chosen if isinstance(chosen, Exact) else Exact()
     doubted, false_doubts = doubted_labels(features, harmful, eval_dataset, exact)
-    repeated = repeated_rows(rows, column)
+    repeated = repeated_rows(features.row_batches(rows, "train"), column)
     found = TrainingReport(
         losses=losses,
         effects=effects,
@@ -337,6 +342,7 @@ def effects_of_training(
         method=_described(chosen),
         passes=passes,
         seconds=seconds,
+        validation=question.fingerprint,
         false_doubts=false_doubts,
         warnings=plan.warnings,
         earlier=earlier,
@@ -433,32 +439,45 @@ def _name(value: Any, kind: Any) -> str:
 
 def _near(
     features: FeaturizedModel, effects: np.ndarray, repeated: dict[int, int]
-) -> tuple[tuple[int, int, float], ...] | None:
-    """Find, for the rows of the largest effects, the row of the most similar features, if it is a near duplicate."""
+) -> tuple[tuple[int, int, float], ...] | str:
+    """Find, for the rows of the largest effects, the row of the most similar features, if it is a near duplicate.
+
+    Opposite features are no duplicates: the outputs of two classes have such.
+    """
     ids = features.store.model_ids
     shards = features.store.train(ids[-1]) if ids else None
     if shards is None or shards.unwritten():
-        return None
+        return "Near duplicates take features: call `featurize` first."
+
+    def directions(rows: Any) -> torch.Tensor:
+        inside = [rows[(rows >= shard.start) & (rows < shard.stop)] - shard.start for shard in shards]
+        return normalize(torch.cat([shard.grads[own] for shard, own in zip(shards, inside, strict=True)]).float())
+
+    drawn = np.sort(np.random.Generator(np.random.Philox(0)).permutation(len(effects))[:_PAIRED])
+    some = directions(torch.from_numpy(drawn))
+    pairs = (some @ some.T)[tuple(torch.triu_indices(len(drawn), len(drawn), 1))].abs()
+    if len(pairs) and pairs.median() >= NEAR:
+        return (
+            "Near duplicates cannot be told by the features of this model, which lie along one direction, as those of "
+            f"two classes may: two rows drawn at random have a cosine of ±{pairs.median():.4f}, in the median."
+        )
     watched = np.sort(np.argsort(-np.abs(effects), kind="stable")[:MOST_COMPARED])
     places = torch.from_numpy(watched)
-    own = torch.cat(
-        [shard.grads[places[(places >= shard.start) & (places < shard.stop)] - shard.start] for shard in shards]
-    )
-    own, best, other = normalize(own.float()), torch.zeros(len(places)), torch.zeros(len(places), dtype=torch.long)
+    own, best, other = directions(places), torch.full((len(places),), -1.0), torch.zeros(len(places), dtype=torch.long)
     first = torch.tensor([repeated.get(row, row) for row in range(len(effects))])
     for shard in shards:
         cosines = own @ normalize(shard.grads.float()).T
-        cosines[first[places][:, None] == first[shard.start : shard.stop]] = 0.0  # itself, and its exact duplicates
-        values, at = cosines.abs().max(1)
-        higher = values > best.abs()
-        best[higher] = cosines[higher, at[higher]]
+        cosines[first[places][:, None] == first[shard.start : shard.stop]] = -1.0  # itself, and its exact duplicates
+        values, at = cosines.max(1)
+        higher = values > best
+        best[higher] = values[higher]
         other[higher] = shard.start + at[higher]
-    pairs = {
+    found = {
         (min(row, number), max(row, number)): cosine
         for row, number, cosine in zip(watched.tolist(), other.tolist(), best.tolist(), strict=True)
-        if abs(cosine) >= NEAR
+        if cosine >= NEAR
     }
-    ordered = sorted(pairs.items(), key=lambda one: -abs(one[1]))
+    ordered = sorted(found.items(), key=lambda one: -one[1])
     return tuple((row, number, cosine) for (row, number), cosine in ordered)
 
 

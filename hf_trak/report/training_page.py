@@ -193,7 +193,8 @@ class _Rows:
 def _duplicates(report: TrainingReport, rows: _Rows) -> list[dict[str, Any]]:
     """List exact and near duplicates."""
     exact = [(row, other, "1, exact") for row, other in report.repeated.items()]
-    near = [(row, other, f"{cosine:.4f}".replace("-", "−")) for row, other, cosine in report.near or ()]
+    listed = () if isinstance(report.near, str) else report.near
+    near = [(row, other, f"{cosine:.4f}") for row, other, cosine in listed]
     found = list[dict[str, Any]]()
     for row, other, cosine in [*exact[:_LISTED], *near, *exact[_LISTED:]]:
         change = _change(float(report.effects[[row, other]].sum()))

@@ -2,6 +2,7 @@
 
 import math
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -44,6 +45,44 @@ def test_words_have_no_case_and_no_punctuation() -> None:
     assert found.words == ("the", "king", "s", "ship", "hms", "ärger", "首", "都", "moved")
     assert [text[a:b].casefold() for a, b in found.ranges] == list(found.words)
     assert WordIndex(["nothing", text]).longest(["king", "s", "SHIP".casefold(), "sank"]) == [(1, Run(1, 3))]
+
+
+def divided(text: str) -> list[str]:
+    """Walk over the characters: marks and joiners go on with a word, and every character of Chinese is one."""
+    words, open_word = [""], False
+    for place, one in enumerate(text):
+        kind, after = unicodedata.category(one)[0], unicodedata.category(text[place + 1 : place + 2] or " ")[0]
+        alone = "\u3040" <= one <= "\u30ff" or "\u3400" <= one <= "\u9fff"
+        if open_word and (kind == "M" or (one in "\u200c\u200d" and after in "LMN")):
+            words[-1] += one
+        elif kind in "LN" or one == "_":
+            alone_before = bool(words[-1]) and "\u3040" <= words[-1][0] <= "\u9fff"
+            if not open_word or alone or alone_before:
+                words.append("")
+            words[-1], open_word = words[-1] + one, True
+        else:
+            open_word = False
+    return words[1:]
+
+
+SCRIPTS = [
+    "हिन्दी में लिखा", "वह घर का राजा है", "ภาษาไทย ที่นี่", "தமிழ் மொழி", "বাংলা ভাষা", "می\u200cخواهم رفت",
+    "क्\u200dष क्\u200d ।", "naïve cafe\u0301 café", "한국어 " + unicodedata.normalize("NFD", "한국어"),
+    "日本語です か\u3099く 𠮷野家", "don't 3.14 a_b \u0301x", "שָׁלוֹם עוֹלָם", "العَرَبِيَّة", "Việt Nam",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_words_go_on_through_marks(text: str) -> None:
+    found = Words.of(text)
+    assert [text[start:stop] for start, stop in found.ranges] == divided(text)
+    for form in ("NFC", "NFD"):
+        other = unicodedata.normalize(form, text)
+        assert Words.of(other).words == found.words  # however it is encoded
+        assert [other[a:b] for a, b in Words.of(other).ranges] == divided(other)
+        assert WordIndex(["zzz", other]).longest(found.words) == [(1, Run(0, len(found.words)))]
+        assert WordIndex(["zzz", text]).bm25(Words.of(other).words)[1] > 0
+    assert len(Words.of("हिन्दी में लिखा").words) == 3 and Words.of("में").words != Words.of("म").words
 
 
 def test_no_texts_and_no_words() -> None:

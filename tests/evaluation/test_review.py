@@ -1,5 +1,6 @@
 """The review of a training dataset: planted wrong labels and duplicates are found, fixed, and proved by retraining."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_trak import TrakAttributor, TrakConfig
+from hf_trak.data.drawn_rows import RowDraws
+from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
-from hf_trak.evaluation.review import review_table, wrong_labels
+from hf_trak.evaluation.intervals import Interval
+from hf_trak.evaluation.review import RemovalProof, repeated_rows, review_table, wrong_labels
 from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
@@ -131,8 +135,8 @@ def test_labels_that_other_rows_do_not_confirm() -> None:
 def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of labels that are drawn at random none can be doubted with reason."""
     train, validation, _ = digits()
-    random = np.random.default_rng(2).integers(10, size=100).tolist()
-    noisy = train.select(range(100)).remove_columns("labels").add_column("labels", random)
+    drawn = np.random.default_rng(2).integers(10, size=100).tolist()
+    noisy = train.select(range(100)).remove_columns("labels").add_column("labels", drawn)
     noisy = noisy.cast_column("labels", train.features["labels"])
     trainer = trainer_of(noisy, tmp_path)
     trainer.args.num_train_epochs, trainer.args.learning_rate = 60, 1e-2  # it learns them by heart
@@ -140,12 +144,89 @@ def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog
     attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(tmp_path / "trak")), "image_classification")
     with caplog.at_level("WARNING"):
         table = attributor.review(validation.select(range(50)))
-    assert [text for text in caplog.messages if "validation rows, too: about" in text]
-    assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == random
+    assert [text for text in caplog.messages if "as far as these tell, at most" in text]
+    assert set(table["suggested_action"]) <= {"keep", "look"} and fixed_dataset(table)["labels"] == drawn
     assert sum(label is not None for label in table["suggested_label"]) > 5
     found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")
     assert found.rough_doubts and found.rough_doubts in str(found)
     assert found.rough_doubts in (tmp_path / "page.html").read_text()
+
+
+def as_text(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows of any columns."""
+    return {name: [row[name] for row in batch] for name in batch[0]}
+
+
+def on_their_way(rows: Dataset, columns: list[str] | None = None) -> RowBatches:
+    draws = RowDraws()
+    return RowBatches(rows, as_text, columns=columns, device=torch.device("cpu"), draws=draws)
+
+
+READ = "abcadbaa"
+"""Letters, the content of rows: 3, 6 and 7 repeat 0, and 5 repeats 1."""
+
+
+def numbered(read: str = "letter") -> Dataset:
+    """Make rows with a number, a name of a file and a source of their own, beside a letter in the column `read`."""
+    numbers = range(len(READ))
+    return Dataset.from_dict(
+        {
+            "number": numbers, "file_name": [f"{i}.png" for i in numbers], "id": [f"r{i}" for i in numbers],
+            read: list(READ), "source": ["web" if i % 2 else "book" for i in numbers], "label": [0, 1] * 4,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("columns of the model", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("transform of the letter", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("transform of the number", {}),  # though sources, labels and letters of it are the same
+        ("transform of half the number", {2 * i + 1: 2 * i for i in range(4)}),
+        ("transform at random", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("every column", {}),  # which the collator reads, as far as anybody knows
+        ("labels alone", {}),
+        ("a tensor", {3: 0, 5: 1, 6: 0, 7: 0}),
+        ("no single row", {}),
+    ],
+)
+def test_rows_repeat_others_if_the_model_gets_the_same(
+    kind: str, expected: dict[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, columns = numbered(), ["made", "label"]
+    made = {
+        "transform of the letter": lambda batch: [ord(one) for one in batch["letter"]],
+        "transform of the number": lambda batch: [READ[::-1] * (i + 1) for i in batch["number"]],
+        "transform of half the number": lambda batch: [i // 2 for i in batch["number"]],
+        "transform at random": lambda batch: [ord(one) + random.random() for one in batch["letter"]],
+    }
+    if kind in made:
+        rows = rows.with_transform(lambda batch: {"made": made[kind](batch), **batch})
+    if kind == "columns of the model":
+        rows = numbered("made")
+    batches = on_their_way(rows, ["label"] if kind == "labels alone" else None if kind == "every column" else columns)
+    if kind == "a tensor":
+        batches = on_their_way(numbered("made"), columns)
+        batches.collator = lambda rows: torch.tensor([ord(row["made"]) for row in rows])
+    if kind == "no single row":
+        batches = on_their_way(numbered("made"), columns)
+        batches.collator = lambda rows: as_text(rows[:-1])
+    assert repeated_rows(batches, "label") == expected
+    assert ("not looked for" in caplog.text) == (kind == "no single row")
+
+
+def test_a_row_is_compared_with_all_rows_that_it_repeats() -> None:
+    """Of the labels 0, 1, 1 of one text, the third repeats the second, and only the second differs from the first."""
+    labels = [0, 1, 1, 0, 1, 2]
+    rows = Dataset.from_dict({"text": ["a"] * 6, "labels": labels})
+    table = review_table(rows, [1.0] * 6, "labels", repeated=repeated_rows(on_their_way(rows), "labels"))
+    assert table["suggested_action"] == ["keep", "look", "remove", "remove", "remove", "look"]
+    for row, reason in enumerate(table["reason"]):
+        same = labels.index(labels[row])  # the first row of that label
+        other = "the same as row 0, with another label" if row else ""
+        assert reason == (other if same == row else f"the same as row {same}")
+    assert fixed_dataset(table)["labels"] == [0, 1, 2]
 
 
 def rows_of_text() -> Dataset:
@@ -153,19 +234,63 @@ def rows_of_text() -> Dataset:
 
 
 def test_table_of_effects() -> None:
-    """An id does not hide that rows are the same; a repeated row with another label is to be looked at."""
-    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1})
+    """A repeated row with another label is to be looked at."""
+    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1}, repeated={2: 0, 3: 0})
     assert table["reason"] == [
         "rows like it have another label", "no effect", "the same as row 0", "the same as row 0, with another label",
         "harms the validation set",
     ]  # fmt: skip
     assert table["suggested_action"] == ["relabel", "keep", "remove", "look", "look"]
     assert table["suggested_label"] == [1, None, None, None, None]
-    assert review_table(table, table["effect"], "label").column_names == table.column_names  # again: no second columns
     fixed = fixed_dataset(table)
     assert fixed["label"] == [1, 1, 1, 1] and fixed["id"] == [0, 1, 3, 4]
     calm = review_table(Dataset.from_dict({"text": ["a", "b", "c"]}), [1.0, -0.5, 0.8])
     assert calm["reason"] == [""] * 3 and "suggested_label" not in calm.column_names
+
+
+def test_rows_keep_their_numbers_when_a_table_is_sorted_or_filtered() -> None:
+    """Truth: the letters of the rows, which are all different."""
+    actions = ["keep", "remove", "look", "relabel", "keep", "remove"]
+    rows = Dataset.from_dict({"text": list("abcdef"), "label": [0, 1] * 3})
+    table = review_table(rows, [3.0, -1, 2, -5, 4, 1], "label", {3: 0}, repeated={1: 0, 5: 1})
+    table = table.remove_columns("suggested_action").add_column("suggested_action", actions)
+    ordered, flipped = table.sort("effect"), table.select(range(5, -1, -1))
+    for one in (table, ordered, flipped, table.shuffle(seed=1)):
+        assert [rows[int(row)]["text"] for row in changed_rows(one)] == ["b", "d", "f"]
+        fixed = fixed_dataset(one)
+        assert fixed["text"] == ["a", "c", "d", "e"] and fixed["label"] == [0, 0, 0, 0]
+    acted = table.filter(lambda row: row["suggested_action"] != "keep")
+    assert changed_rows(acted).tolist() == [1, 3, 5] and fixed_dataset(acted)["text"] == ["c", "d"]
+    for use in (changed_rows, fixed_dataset):
+        with pytest.raises(ValueError, match=r"Expected 'trak_index'.*all of its columns"):
+            use(table.remove_columns("trak_index"))
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": [2 * one for one in batch["effect"]], "reason": batch["reason"]}
+
+
+def test_fixed_rows_have_the_columns_and_the_transform_of_the_training_rows(tmp_path: Path) -> None:
+    """Also columns that are called like those of the table, which a transform may read."""
+    given = {
+        "trak_index": [7, 8, 9], "effect": ["x", "y", "z"], "reason": ["r"] * 3, "label": [0, 1, 0],
+        "suggested_action": ["?"] * 3, "suggested_label": [5, 6, 7], "own_effect": [True] * 3,
+    }  # fmt: skip
+    plain = Dataset.from_dict(given)
+    rows = plain.with_transform(doubled)
+    table = review_table(rows, [1.0, -2.0, 3.0], "label", {1: 0}, repeated={2: 0})
+    assert table["effect"] == [1.0, -2.0, 3.0] and table[0]["trak_own_effect"] == "x"  # as stored
+    for edited in (table, table.sort("effect"), table.filter(lambda row: row["label"] >= 0)):
+        fixed = fixed_dataset(edited)
+        assert fixed[:] == {"twice": ["xx", "yy"], "reason": ["r", "r"]} and len(fixed) == 2
+        expected = {name: values[:2] for name, values in given.items()} | {"label": [0, 0]}
+        assert fixed.with_format(None)[:] == expected and fixed.column_names == plain.column_names
+    arrays = review_table(plain.with_format("numpy", ["label"]), [1.0] * 3, "label")
+    assert isinstance(fixed_dataset(arrays)[:]["label"], np.ndarray) and list(fixed_dataset(arrays)[0]) == ["label"]
+    table.to_json(tmp_path / "table.jsonl")
+    read = Dataset.from_json(str(tmp_path / "table.jsonl"), cache_dir=str(tmp_path / "cache"))
+    assert fixed_dataset(read)[:] == expected
+    assert fixed_dataset(review_table(plain, [1.0] * 3)).format == plain.format
 
 
 @pytest.mark.parametrize(
@@ -181,8 +306,17 @@ def test_an_edited_table_is_checked(column: str, value: Any, message: str) -> No
     edited = table.remove_columns([column]).add_column(column, values, feature=table.features[column])
     with pytest.raises(ValueError, match=message):
         fixed_dataset(edited)
+    with pytest.raises(ValueError, match="Row 0 is to be relabelled"):
+        fixed_dataset(table.remove_columns("suggested_label"))
     with pytest.raises(ValueError, match="Expected 'suggested_action'"):
-        fixed_dataset(rows_of_text())
+        fixed_dataset(table.remove_columns("suggested_action"))
+
+
+@pytest.mark.parametrize(("gain", "said"), [(-0.154, "0.154 lower"), (0.2, "0.2 higher"), (0.0, "0 higher")])
+def test_a_proof_says_which_way_outputs_go(gain: float, said: str) -> None:
+    text = str(RemovalProof(6, Interval(gain, gain - 0.1, gain + 0.3), 0.4))
+    assert f"outputs are {said} in the mean (a change of {gain - 0.1:+.3g} to {gain + 0.3:+.3g})" in text
+    assert "higher for 40% of the targets" in text
 
 
 def test_rows_to_leave_out_must_leave_others() -> None:

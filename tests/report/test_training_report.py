@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.featurize import run_replaying
 from hf_trak.report import TrainingReport
-from hf_trak.report.training import GroupEffect, _has_sources, effects_of_training
+from hf_trak.report.training import GroupEffect, _has_sources, _near, effects_of_training
 from hf_trak.report.training_page import training_report, write_training_report
 
 
@@ -80,7 +81,7 @@ def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: P
     measured = differences(weights, train)[0].numpy()
     assert len(found.effects) == len(TRAIN) and np.abs(measured).min() > 0
     assert np.abs(found.effects - measured).max() <= 1e-6 * np.abs(measured).max()
-    assert found.near is None and found.doubts == 0 and found.sources == ()
+    assert "call `featurize` first" in found.near and found.doubts == 0 and found.sources == ()
     assert "text" not in write_training_report(found, attributor.features, tmp_path / "page.html").name
 
 
@@ -123,8 +124,12 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
     assert rows["probably wrong labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
     assert rows["source <old>"] == ("+1.5", "no row") and "source &lt;old&gt;" in page
     assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
-    with pytest.raises(ValueError, match=r"earlier report has 2 validation rows.*Expected the same rows"):
-        effects_of_training(run.attributor.features, run.validation, earlier=replace(report, losses=report.losses[:2]))
+    others = run.validation.select([*range(1, len(run.validation)), 0])  # as many, in another order
+    for rows in (others, run.validation.select(range(2))):
+        with pytest.raises(
+            ValueError, match=rf"other validation rows .* which has {len(rows)}.*Expected the same rows"
+        ):
+            effects_of_training(features, rows, earlier=report)
 
 
 @pytest.mark.slow
@@ -149,7 +154,7 @@ def test_what_was_planted_is_found(run: PlantedRun, report: TrainingReport) -> N
     assert np.mean(named) >= 0.7
     assert report.repeated == {ROWS: TWICE[0], ROWS + 1: TWICE[1]}
     copies = {(row, ROWS + 2 + place) for place, row in enumerate(NEAR)}
-    assert report.near is not None and {pair[:2] for pair in report.near} == copies
+    assert not isinstance(report.near, str) and {pair[:2] for pair in report.near} == copies
     assert report.method == "replay of the recorded run" and report.passes > 0
 
 
@@ -236,7 +241,7 @@ def test_a_run_without_a_record_is_scored_exactly(
     (line,) = [one.getMessage() for one in caplog.records if one.name == "hf_trak.report.training"]
     assert line.startswith("The report takes Exact(curvature='ekfac'), ")
     assert f"passes over {len(attributor.train_dataset):,} rows: about " in line
-    assert found.method.startswith("exact scores") and found.near is None and found.settings == {}
+    assert found.method.startswith("exact scores") and isinstance(found.near, str) and found.settings == {}
     assert np.corrcoef(found.effects, report.effects)[0, 1] > 0.5
     assert [one.value for one in found.sources] == [one.value for one in found.labels]
     text = (tmp_path / "page.html").read_text()
@@ -265,7 +270,7 @@ def test_the_callback_reports_when_training_ends(
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     # of the last weights all the same
     again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
-    assert np.array_equal(again.effects, callback.report.effects) and again.near is not None
+    assert np.array_equal(again.effects, callback.report.effects) and isinstance(again.near, tuple)
     assert main(["inspect", str(tmp_path / "trak"), "--check"]) == 0
     assert " 0 missing" in capsys.readouterr().out  # of a store that has no features
 
@@ -331,6 +336,37 @@ def test_a_callback_that_has_nothing_to_report_is_refused_before_training(tmp_pa
     with pytest.raises(TypeError, match="`eval_dataset` of the trainer is a NoneType"):
         run.train()
     assert run.state.global_step == 0
+
+
+def near_of(gradients: torch.Tensor, repeated: dict[int, int]) -> tuple[tuple[int, int, float], ...] | str:
+    """Ask for near duplicates of rows with these features, in two shards."""
+
+    class Shards(list[Any]):
+        def unwritten(self) -> list[int]:
+            return []
+
+    ends = [(0, 20), (20, len(gradients))]
+    shards = Shards(SimpleNamespace(start=a, stop=b, grads=gradients[a:b]) for a, b in ends)
+    features: Any = SimpleNamespace(store=SimpleNamespace(model_ids=[0], train=lambda _: shards))
+    return _near(features, np.linspace(1, 2, len(gradients)), repeated)
+
+
+def test_opposite_features_are_no_duplicates() -> None:
+    """Nor does a cosine say anything where all rows have one of ±1."""
+    gradients = torch.randn((50, 30), generator=torch.Generator().manual_seed(0))
+    gradients[30], gradients[31], gradients[32] = -2 * gradients[3], 3 * gradients[4] + 0.01, gradients[5]
+    found = near_of(gradients, {32: 5})
+    pairs = {
+        (i, j): float(gradients[i] @ gradients[j] / gradients[i].norm() / gradients[j].norm())
+        for i in range(50)
+        for j in range(i + 1, 50)
+    }
+    assert pairs[3, 30] < -0.999 and [pair for pair, cosine in pairs.items() if cosine > 0.995] == [(4, 31), (5, 32)]
+    assert not isinstance(found, str) and [pair[:2] for pair in found] == [(4, 31)]
+    assert found[0][2] == pytest.approx(pairs[4, 31], abs=1e-5)
+    classes = gradients[:1] * torch.tensor([1.0, -1.0] * 25)[:, None] + 1e-3 * gradients
+    said = near_of(classes, {})
+    assert isinstance(said, str) and "cosine of ±1.0000" in said
 
 
 @pytest.mark.parametrize("source", [[[1]], ["a"], [0.5]])
