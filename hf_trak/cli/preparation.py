@@ -357,18 +357,20 @@ def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
 
 def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dataset:
     """Return rows whose `labels` are the numbers that a model gives to the names of their classes."""
-    known = {name.lower(): index for name, index in ids.items()}
-    if [known.get(name.lower()) for name in names] == list(range(len(names))) or all(
-        name.startswith("label_") for name in known
-    ):
+    known, given = {name.lower(): index for name, index in ids.items()}, [name.lower() for name in names]
+    numbers = [known.get(name) for name in given]
+    if numbers == list(range(len(names))) or all(name.startswith("label_") for name in known):
         return rows
-    if {name.lower() for name in names} <= set(known):
-        return rows.align_labels_with_mapping(dict(ids), "labels")
+    in_order = sorted(ids, key=lambda name: ids[name])
+    one_each = sorted(known.values()) == list(range(len(ids))) and len({*given}) == len(given)
+    if None not in numbers and one_each:
+        labels = [numbers[label] if label is not None and label >= 0 else label for label in rows["labels"]]
+        return rows.remove_columns(["labels"]).add_column("labels", labels, feature=ClassLabel(names=in_order))
     logger.warning(
         "The classes of the rows are %s, and those of the model %s. Expected the same names: the numbers of the "
         "labels are taken as they are.",
         list(names)[:20],
-        list(ids)[:20],
+        in_order[:20],
     )
     return rows
 

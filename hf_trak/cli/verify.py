@@ -1,6 +1,6 @@
 """`hf-trak verify`: take a training step on the rows that were found for one target, and see what it does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,11 @@ def run(argv: Sequence[str]) -> None:
     if rows is None:
         scored = AttributionRun.load(directory).scored
         rows = _rows_of_run(scored, directory, wanted, stored)
-        target = scored.select([wanted.target])
-    # what a run has attributed of a target is in the run alone, where that is not its labels
-    asked = rows is not wanted.rows and {PREDICTED, TARGET_MASK} & {*target.column_names}
+        prepared = _as_attributed(scored.select([wanted.target]), target, built.preparation.prepare)
+    else:
+        prepared = built.preparation.prepare(target)
     found = attributor.verify(
-        target if asked else built.preparation.prepare(stored.select([wanted.target])),
+        prepared,
         rows,
         similar=None if wanted.similar == "none" else wanted.similar,
         draws=wanted.draws,
@@ -102,6 +102,19 @@ def run(argv: Sequence[str]) -> None:
     content: dict[str, Any] = {"target": wanted.target, **found.to_dict()}
     heading = f"Target {wanted.target}, training rows {', '.join(map(str, rows))}"
     answer(content, [heading, *str(found).split("\n")], output.json)
+
+
+def _as_attributed(scored: Dataset, target: Dataset, prepare: Callable[..., Dataset]) -> Dataset:
+    """Prepare a target as a run has attributed it: what it says itself, or a part of it, is in the run alone."""
+    names = {*scored.column_names} - {*target.column_names}
+    if TARGET_MASK in names:
+        return scored
+    label = next((name for name in LABELS if name in scored.column_names), None)
+    if PREDICTED not in names or label is None:
+        return prepare(target)
+    bare = prepare(target, labelled=False)
+    bare = bare.remove_columns([name for name in LABELS if name in bare.column_names])
+    return bare.add_column(label, scored[label][:], feature=scored.features[label])
 
 
 def _rows_of_run(scored: Dataset, directory: Path, wanted: VerifyArguments, targets: Dataset) -> list[int]:

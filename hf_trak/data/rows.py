@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset as HFDataset
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data import default_collate as torch_collate
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
@@ -465,8 +465,8 @@ def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | No
         getattr(loader.batch_sampler, "sampler", loader.sampler),
         row_count(loader.dataset, "train_dataset"),
     )
-    drawn = getattr(sampler, "indices", None)  # of a `SubsetRandomSampler`
-    if drawn is not None and len({int(row) for row in drawn}) < count:
+    drawn = {int(row) for row in sampler.indices} if isinstance(sampler, SubsetRandomSampler) else range(count)
+    if len(drawn) < count:
         raise ValueError(
             f"`dataloader` draws {len(drawn):,} of the {count:,} rows of its dataset, by a "
             f"{type(sampler).__name__}. Expected a dataset of the rows that were trained on, since all of it is "

@@ -256,7 +256,7 @@ def _measured(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> 
     """Measure a step of a run in every process; return `None` if the run cannot be replayed, which is said later."""
     try:
         own = RunReplay(model, method).seconds(m, model_id)
-    except HfTrakError:
+    except (HfTrakError, RuntimeError, ValueError):  # also of a loss, or of memory
         own = math.nan
     slowest = max(model.processes.gather(own), key=lambda one: (math.isnan(one), one))
     return None if math.isnan(slowest) else slowest

@@ -116,7 +116,7 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
     said = [str(names.get(label, label)) for label in labels]
     made = Dataset.from_dict({own: labels, PREDICTED: said})
     for rows in (model.train_dataset, dataset):  # the names of the model's classes, for reports
-        feature = (getattr(rows, "features", None) or {}).get(own)
+        feature = rows.features.get(own) if isinstance(rows, Dataset) else None
         if isinstance(feature, ClassLabel) and max(labels, default=0) < feature.num_classes:
             made = made.cast_column(own, feature)
             break

@@ -225,23 +225,30 @@ class Columns:
         prediction = next(
             (name for name in (f"{label}_predicted", *_PREDICTION_NAMES) if _is_scalar(first.get(name))), None
         )
-        if prediction == PREDICTED and label is not None and _one_to_one(dataset, label, PREDICTED):
-            prediction = None  # the labels are those that `predict` found, and none of them is right or wrong
-        texts = tuple(text_columns) if text_columns is not None else _texts(first, features, {label, prediction})
         if label_names is None and isinstance(features.get(label), ClassLabel):
             label_names = features[label].names
+        if prediction == PREDICTED and label is not None and _says_the_same(dataset, label, label_names):
+            prediction = None  # the labels are those that `predict` found, and none of them is right or wrong
+        texts = tuple(text_columns) if text_columns is not None else _texts(first, features, {label, prediction})
         sound = next(
             (name for name in first if is_samples(first[name]) or isinstance(features.get(name), Audio)), None
         )
         return cls(image, texts, label, prediction, None if label_names is None else tuple(label_names), sound)
 
 
-def _one_to_one(dataset: Any, first: str, second: str) -> bool:
-    """Tell whether each value of a column comes with one value of another, and the other way round."""
+def _says_the_same(dataset: Any, label: str, names: Sequence[str] | None) -> bool:
+    """Tell whether the predictions of all rows name their labels, or labels without names, which nothing compares."""
     rows = stored(dataset)
-    given = [map(str, rows.column(name)) for name in (first, second)] if isinstance(rows, StoredRows) else [(), ()]
-    pairs = set(zip(*given, strict=True))
-    return 0 < len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
+    if not isinstance(rows, StoredRows):
+        return False
+
+    def same(value: Any, said: str) -> bool:
+        own = [str(value), f"LABEL_{value}"]
+        if names is not None and isinstance(value, int) and 0 <= value < len(names):
+            own.append(names[value])
+        return said in own or (names is None and isinstance(value, int) and not said.isdigit())
+
+    return all(map(same, rows.column(label), map(str, rows.column(PREDICTED))))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from hf_trak.runtime.zero import can_gather, is_partitioned, without_engine
 
 _NOT_COMPUTED = re.compile(
     "base_model_name_or_path|revision|peft_version|auto_mapping|inference_mode|task_type|runtime_config"  # information
+    "|tokenizer_name_or_path|fan_in_fan_out"  # the second of which PEFT finds out itself
     "|.*dropout.*|.*init.*|(loftq|eva|corda|lora_ga)_config"  # of the training
+    "|total_step|tfinal|deltaT|beta[12]|orth_reg_weight"
     "|r|rank_pattern|bias|.*modules.*|layers_.*|target_parameters|trainable_token_indices"  # in the weights
 )
 """Keys of PEFT configs that are none of what an adapter computes from its weights, or that the weights show."""
@@ -85,8 +87,7 @@ def check_adapter_config(model: torch.nn.Module, checkpoint: Any) -> None:
         ValueError: their configs differ.
     """
     given = _adapter_config(checkpoint)
-    own = _adapter_config(model)
-    if given is None or own is None:
+    if given is None or (own := _adapter_config(model)) is None:
         return
     compared = [key for key in sorted({*given} & {*own}) if not _NOT_COMPUTED.fullmatch(key)]
     changed = {key: (given[key], own[key]) for key in compared if (given[key] or None) != (own[key] or None)}
@@ -101,6 +102,8 @@ def check_adapter_config(model: torch.nn.Module, checkpoint: Any) -> None:
 def _adapter_config(checkpoint: Any) -> dict[str, Any] | None:
     """Return the config of an adapter as plain JSON; `None` if there is none."""
     if hasattr(checkpoint, "peft_config"):
+        if not isinstance(getattr(checkpoint, "active_adapter", None), str):
+            return None  # a base model that knows of its adapters, or several active ones
         config = checkpoint.peft_config[active_adapter(checkpoint)].to_dict()
         return json.loads(json.dumps(config, default=lambda one: sorted(one) if isinstance(one, set) else str(one)))
     if not isinstance(checkpoint, str | os.PathLike):

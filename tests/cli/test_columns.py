@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_trak.cli.main import main
+from hf_trak.cli.preparation import _aligned
 from hf_trak.data.columns import text_columns
 from hf_trak.store.sealed import read_sealed
 
@@ -204,12 +205,27 @@ def test_labels_are_those_of_the_model_by_their_names(models: Path, tmp_path: Pa
         common = ["--output_dir", str(tmp_path / name), "--use_cpu", "--proj_dim", "32"]
         caplog.clear()
         assert main(["featurize", *given, *common]) == 0
-        assert ("['negative', 'positive'], and those of the model ['Yes', 'no']" in caplog.text) == (name == "strange")
+        assert ("['negative', 'positive'], and those of the model ['no', 'Yes']" in caplog.text) == (name == "strange")
         assert features(tmp_path / name).equal(features(tmp_path / "words"))
     asked = ["attribute", "--output_dir", str(tmp_path / "named"), "--eval_dataset", str(tmp_path / "words.parquet")]
     assert main([*asked, "--predict"]) == 0
     scored = load_from_disk(tmp_path / "named/scores/targets/run/scored")
     assert scored.features["labels"].names == ["no", "Yes"] and set(scored["predicted"]) <= {"no", "Yes"}
+
+
+@pytest.mark.parametrize(
+    ("names", "ids", "expected"),
+    [
+        (["yes", "no"], {"No": 0, "Yes": 1}, [1, 0, -1]),
+        (["pos", "Pos"], {"pos": 0, "neg": 1}, [0, 1, -1]),  # classes that differ in case alone
+        (["neg", "pos"], {"neg": 0, "pos": 5}, [0, 1, -1]),  # numbers with gaps
+        (["a", "b"], {"LABEL_0": 0, "LABEL_1": 1}, [0, 1, -1]),
+    ],
+)
+def test_numbers_of_classes_that_the_model_names(names: list[str], ids: dict[str, int], expected: list[int]) -> None:
+    kinds = Features({"text": TEXT, "labels": ClassLabel(names=names)})
+    found = _aligned(Dataset.from_dict({"text": ["x", "y", "z"], "labels": [0, 1, -1]}, kinds), names, ids)
+    assert found["labels"][:] == expected
 
 
 @pytest.mark.slow
@@ -252,3 +268,5 @@ def test_predictions_for_images(tmp_path: Path) -> None:
     assert main(["featurize", *given, *common]) == 0
     assert main(["attribute", *common[:2], "--eval_dataset", str(tmp_path / "bare"), "--predict"]) == 0
     assert len(load_from_disk(tmp_path / "trak/scores/targets/run/scored")["predicted"]) == 2
+    verify = ["verify", *common[:2], "--eval_dataset", str(tmp_path / "bare"), "--count", "2", "--draws", "4"]
+    assert main([*verify, "--similar", "none"]) == 0

@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -100,3 +101,15 @@ def test_rows_that_are_drawn_by_weights_are_named(tmp_path: Path, caplog: pytest
     loader = DataLoader(rows, sampler=SubsetRandomSampler(range(20)), collate_fn=collate)
     TrakAttributor(trained_net(rows), config, dataloader=loader, task="image_classification")
     assert not caplog.text
+
+
+class Buckets(SequentialSampler):
+    """A sampler of one's own, whose `indices` are something else."""
+
+    indices: Any = ([0, 1], [2, 3])
+
+
+def test_indices_of_other_samplers_mean_what_they_mean_there(tmp_path: Path) -> None:
+    rows, config = digits(0, 20), trak_config(str(tmp_path), **QUICK)
+    loader = DataLoader(rows, sampler=Buckets(rows), collate_fn=collate)
+    TrakAttributor(trained_net(rows), config, dataloader=loader, task="image_classification")

@@ -1,6 +1,7 @@
 """Adapters of PEFT: only they are attributed, and their features follow from the weights that they amount to."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 from hf_trak import TrakAttributor
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions import infer_task
+from hf_trak.weights.adapters import check_adapter_config
 from hf_trak.weights.checkpoints import load_into, loaded
 
 N, LENGTH, VOCABULARY, RANK, ALPHA = 9, 7, 40, 3, 6
@@ -241,6 +243,19 @@ def test_an_adapter_that_computes_something_else_from_its_weights_is_refused(
             pass
     with pytest.raises(ValueError, match=next(iter(options))):
         make(model, tmp_path / "trak").featurize([tmp_path])
+
+
+def test_keys_that_change_nothing_in_what_is_computed_are_not_compared(tmp_path: Path) -> None:
+    source, model = lora(7), lora(8)
+    source.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    changed = {"fan_in_fan_out": True, "lora_dropout": 0.5, "inference_mode": True, "tokenizer_name_or_path": "moved"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with loaded(model, tmp_path):
+        for name, value in source.named_parameters():
+            assert torch.equal(value, model.get_parameter(name)), name
+    model.active_adapter = ["default", "other"]  # which weights without a config do not ask for
+    check_adapter_config(model, source.state_dict())
 
 
 def test_a_checkpoint_goes_into_the_active_adapter(tmp_path: Path) -> None:

@@ -478,3 +478,18 @@ def test_a_report_of_predicted_classes_names_them_and_judges_none(tmp_path: Path
     assert f"of the most helpful rows share the target’s label{np.mean(pairs):.1%}" in text
     assert "predicted right" not in text and " wrong " not in text
     assert f"digit {said['labels'][0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("labels", "said", "judged"),
+    [
+        (["a", "a"], ["b", "b"], True),
+        (["a", "b"], ["a", "b"], False),
+        ([0, 1], ["LABEL_0", "LABEL_1"], False),
+        ([0, 1], ["good", "bad"], False),  # labels without names, which nothing compares
+        ([0], ["1"], True),
+    ],
+)
+def test_predictions_of_ones_own_are_judged(labels: list[Any], said: list[str], judged: bool) -> None:
+    rows = Dataset.from_dict({"text": ["x"] * len(labels), "label": labels, "predicted": said})
+    assert (Columns.find(stored(rows)).prediction is not None) == judged
