@@ -226,7 +226,7 @@ CORNERS = (
     ),
     EcosystemCase("LoRA on a base of torchao, int8", partial(quantized, kind="torchao")),
     EcosystemCase("PEFT: Shadow", shadowed),
-    EcosystemCase("PEFT: an adapter merged into its base", merged, "", "All features of all training rows are 0"),
+    EcosystemCase("PEFT: an adapter merged into its base", merged, "", "The adapter is merged into the base model"),
     EcosystemCase("run_mim: masks of the rows", partial(masked_images, kind="mim"), ROW_LOSS),
     EcosystemCase("ViTMAE, with `noise` in its rows", partial(masked_images, kind="noise"), ROW_LOSS),
     EcosystemCase("ViTMAE", partial(masked_images, kind="mae"), ROW_LOSS, f"ViTMAEForPreTraining{RANDOM}"),

@@ -10,8 +10,7 @@ from datasets import Dataset
 from hf_trak.cli.build import begin, build, build_from_index, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
-from hf_trak.data.columns import LABELS, is_text
-from hf_trak.data.said import PREDICTED
+from hf_trak.data.columns import LABELS, PREDICTED, is_text
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.report.run import AttributionRun
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS

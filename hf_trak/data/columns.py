@@ -23,6 +23,9 @@ SOURCES = ("id", "idx", "uuid", "guid", "url", "path", "file", "file_name", "fil
 
 LABELS = ("labels", "label")
 
+PREDICTED = "predicted"
+"""The column of predictions as texts or names of classes."""
+
 
 @dataclass(frozen=True)
 class ColumnsRead:

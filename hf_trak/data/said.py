@@ -13,10 +13,8 @@ from typing import Any
 from datasets import Dataset
 from jinja2 import TemplateError
 
+from hf_trak.data.columns import PREDICTED
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
-
-PREDICTED = "predicted"
-"""The column of predictions as texts or names of classes."""
 
 Range = tuple[int, int]
 """`(start, stop)`, `stop` not included. Negative numbers count from the end."""

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_trak.data.batch_limits import BatchLimits
-from hf_trak.data.columns import is_text
+from hf_trak.data.columns import PREDICTED, is_text
 from hf_trak.data.language import TOKENS, tokenize_prompt
 from hf_trak.data.rows import attribute_of, batch_rows, row_count
-from hf_trak.data.said import PREDICTED
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions.base import STACKED, call_model

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Audio, ClassLabel, Dataset, Features, Image, LargeList, List, Value, Video
 
-from hf_trak.data.said import PREDICTED
+from hf_trak.data.columns import PREDICTED
 from hf_trak.scores.scored_dataset import RERANK_COLUMNS, TOKEN_POSITIONS, TOKEN_SCORES, TOP_K_COLUMNS
 
 _MEDIA = (Audio, Image, Video)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from datasets import Dataset
 
-from hf_trak.data.said import PREDICTED, decoded, said_by, said_column, turns_of
+from hf_trak.data.columns import PREDICTED
+from hf_trak.data.said import decoded, said_by, said_column, turns_of
 from hf_trak.data.shared_words import Run, WordIndex, Words
 from hf_trak.evaluation.single_steps import RowSteps, step_on_each
 from hf_trak.featurize.featurized import FeaturizedModel

@@ -21,8 +21,9 @@ import numpy as np
 from datasets import Dataset, List, Value, concatenate_datasets
 from torch import Tensor
 
+from hf_trak.data.columns import PREDICTED
 from hf_trak.data.rows import RowBatches
-from hf_trak.data.said import PREDICTED, Range, places, said_column, said_tokens
+from hf_trak.data.said import Range, places, said_column, said_tokens
 from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, AggregatedModelOutput, labels_of
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.runtime.arguments import named_arguments
