@@ -404,7 +404,7 @@ class DrawnRows:
             return joined(singles, lambda: self._collate([copy.copy(value) for value in rows]))
 
     def alike(self, row: int) -> Any:
-        """Make the batch of a row alone, with the seeds that every row gets here: equal rows give equal batches."""
+        """Make the batch of a row alone with the same random numbers for every row: equal rows give equal batches."""
         if not self._began:
             self.__getitems__([(row, 0)])
         own = held_generators(*self._sources)

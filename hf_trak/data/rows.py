@@ -296,8 +296,8 @@ class RowBatches:
         return {f"row {row}": self.collated([row]) for row in rows}
 
     def alike(self) -> Iterator[Any]:
-        """Yield the batch of every row alone, at random with the same seeds: equal rows give equal batches."""
-        drawn = self.drawn
+        """Yield the batch of every row alone, with the same random numbers: equal rows give equal batches."""
+        drawn = self.drawn  # asked once, since it looks at the rows
         for row in range(len(self._given)):
             yield self._drawn_rows.alike(row) if drawn else self.collated([row])
 
@@ -461,10 +461,8 @@ def rows_of_loader(loader: Any, train_dataset: Any, data_collator: Collator | No
             "index, since scores refer to row numbers. Wrap the stream as `hf_trak.StreamedRows(stream, num_rows)`, "
             "and pass it as `train_dataset`."
         )
-    sampler, count = (
-        getattr(loader.batch_sampler, "sampler", loader.sampler),
-        row_count(loader.dataset, "train_dataset"),
-    )
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    count = row_count(loader.dataset, "train_dataset")
     drawn = {int(row) for row in sampler.indices} if isinstance(sampler, SubsetRandomSampler) else range(count)
     if len(drawn) < count:
         raise ValueError(

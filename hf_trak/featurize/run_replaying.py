@@ -24,6 +24,7 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
+from hf_trak.modelout_functions.batches import evaluating
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.scores.scored_dataset import ScoreBlock
@@ -313,26 +314,23 @@ class RunReplay:
         model, path, method = self.model, self.path, self.method
         step, together = path.steps[0], min(m, TOGETHER)
         last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
-        modes = [(module, module.training) for module in model.model.modules()]
         passes = self._passes(model_id, path)
         draws = torch.Generator(model.device).manual_seed(model.args.seed)
         directions = torch.randn(together, len(last), generator=draws, device=model.device, dtype=last.dtype)
         kept = [range(math.ceil(method.hessian_share * len(one.rows))) for one in step.batches]
         times = list[float]()
         try:
-            model.model.eval()
             passes.put(path.weights(0))
-            for _ in range(2):  # the first finds what the second knows
-                begun = time.perf_counter()
-                for part in passes.rows(step.batches):
-                    float(part.gradients.sum())  # waits for a GPU
-                middle = time.perf_counter()
-                float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
-                times = [middle - begun, time.perf_counter() - middle]
+            with evaluating(model.model), torch.enable_grad():
+                for _ in range(2):  # the first finds what the second knows
+                    begun = time.perf_counter()
+                    for part in passes.rows(step.batches):
+                        float(part.gradients.sum())  # waits for a GPU
+                    middle = time.perf_counter()
+                    float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
+                    times = [middle - begun, time.perf_counter() - middle]
         finally:
             passes.end(last.to(model.device))
-            for module, mode in modes:
-                module.training = mode
         rows, products = times
         steps = sum(len(one.rows) for one in path.steps) / len(step.rows)
         sweeps = 2 + (part_length(len(path.steps), len(last), last.element_size()) < len(path.steps))

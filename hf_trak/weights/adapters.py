@@ -46,7 +46,7 @@ def is_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> bool
     return False
 
 
-def active_adapter(model: Any) -> str:
+def _active_adapter(model: Any) -> str:
     """Return the name of the active adapter.
 
     Raises:
@@ -66,14 +66,14 @@ def adapter_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the weights of the active adapter, under the names that they have in its files."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=active_adapter(model))
+    return get_peft_model_state_dict(model, adapter_name=_active_adapter(model))
 
 
 def load_adapter(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load the weights of an adapter file, which must fit, into the active adapter."""
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(model, dict(state_dict), adapter_name=active_adapter(model))
+    set_peft_model_state_dict(model, dict(state_dict), adapter_name=_active_adapter(model))
 
 
 def check_adapter_config(model: torch.nn.Module, checkpoint: Any) -> None:
@@ -102,9 +102,9 @@ def check_adapter_config(model: torch.nn.Module, checkpoint: Any) -> None:
 def _adapter_config(checkpoint: Any) -> dict[str, Any] | None:
     """Return the config of an adapter as plain JSON; `None` if there is none."""
     if hasattr(checkpoint, "peft_config"):
-        if not isinstance(getattr(checkpoint, "active_adapter", None), str):
+        if not isinstance(name := getattr(checkpoint, "active_adapter", None), str):
             return None  # a base model that knows of its adapters, or several active ones
-        config = checkpoint.peft_config[active_adapter(checkpoint)].to_dict()
+        config = checkpoint.peft_config[name].to_dict()
         return json.loads(json.dumps(config, default=lambda one: sorted(one) if isinstance(one, set) else str(one)))
     if not isinstance(checkpoint, str | os.PathLike):
         return None
