@@ -68,7 +68,8 @@ def measured(work: Path, name: str, m: int, share: float, epochs: int = 3, width
     if width == 60 and epochs == 3:
         for title, dropped in SHARES.items():
             if (truth := bank(case, work / "gpt2", dropped, 0, train=False)) is not None:
-                mean = evaluate_lds(np.array(found["trak_scores"]).T, *truth).mean
+                asked = truth[1].shape[1]  # the bank may have fewer targets than are replayed
+                mean = evaluate_lds(np.array(found["trak_scores"]).T[:, :asked], *truth).mean
                 figures[title] = [round(one, 3) for one in (mean.value, mean.low, mean.high)]
     return figures
 
