@@ -33,7 +33,8 @@ from hf_trak.evaluation import evaluate_lds
 from hf_trak.methods import Replay
 
 CASES = {
-    **{f"m{m} f{f:g}": {"m": m, "share": f} for f in (0.1, 0.2, 0.5, 1) for m in (1, 10, 40)},
+    **{f"m{m} f{f:g}": {"m": m, "share": f} for m in (1, 10, 50) for f in (0.1, 0.2, 0.5, 1)},
+    **{f"m40 f{f:g}": {"m": 40, "share": f} for f in (0.2, 1)},
     "m10 f1 in two processes": {"m": 10, "share": 1.0},
     "m10 f0.2 T20": {"m": 10, "share": 0.2, "epochs": 1},
     "m10 f0.2 T120": {"m": 10, "share": 0.2, "epochs": 6},
@@ -63,7 +64,7 @@ def measured(work: Path, name: str, m: int, share: float, epochs: int = 3, width
         "seconds": round(seconds, 1), "training": json.loads((place / "about.json").read_text())["seconds"],
         "steps": summary.steps, "parameters": summary.parameters,
         "passes": round(summary.passes(m, share) / summary.epochs, 1),
-        "megabytes": round((_peak() - before) / 2**20), "formula": round(summary.memory(m) / 2**20),
+        "megabytes": round((_peak() - before) / 2**20), "formula": round(summary.memory(m, share) / 2**20),
     }  # fmt: skip
     if width == 60 and epochs == 3:
         for title, dropped in SHARES.items():
@@ -92,7 +93,8 @@ def measured_by_two(work: Path, name: str, m: int, share: float) -> dict[str, An
         "seconds": round(sum(one for one, _, _ in spent), 1), "clock": round(max(one for _, one, _ in spent), 1),
         "training": json.loads((place / "about.json").read_text())["seconds"], "steps": summary.steps,
         "parameters": summary.parameters, "passes": round(summary.passes(m, share) / summary.epochs, 1),
-        "megabytes": round(max(one for _, _, one in spent) / 2**20), "formula": round(summary.memory(m) / 2**20),
+        "megabytes": round(max(one for _, _, one in spent) / 2**20),
+        "formula": round(summary.memory(m, share) / 2**20),
     }  # fmt: skip
 
 

@@ -417,7 +417,7 @@ def _run_stage(run: RunSummary | None, method: Replay, args: TrakConfig, n: int,
     results = 8 * m * (n + 2 * run.steps) + 24 * sweeps * run.steps
     states = 16 * math.ceil(math.sqrt(run.steps)) * run.parameters
     kept = 2 * (12 * together * run.parameters + 8 * together * n)  # the state of a sweep, and the one before
-    return Cost(results, states + kept, run.memory(together), math.ceil(passes * n))
+    return Cost(results, states + kept, run.memory(together, method.hessian_share), math.ceil(passes * n))
 
 
 def count_of(value: Any, name: str, least: int) -> int:

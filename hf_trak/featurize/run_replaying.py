@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_trak.data.preferences import kind_of
 from hf_trak.data.rows import batch_rows
@@ -22,6 +23,7 @@ from hf_trak.errors import CheckpointMismatchError, HfTrakError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
+from hf_trak.gradient_computers.base import run_model, saved_activation_bytes
 from hf_trak.methods import Replay
 from hf_trak.modelout_functions.base import BatchedModelOutput, Side
 from hf_trak.modelout_functions.batches import evaluating
@@ -134,8 +136,18 @@ class RunReplay:
 
     def summary(self) -> RunSummary:
         """Describe the run."""
-        n = self.model.train_size
-        return RunSummary.of(self.path, isinstance(self.record, RunRecord), n, self.record.layout.total)
+        model, recorded = self.model, isinstance(self.record, RunRecord)
+        return RunSummary.of(self.path, recorded, model.train_size, self.record.layout.total, self._activations)
+
+    @cached_property
+    def _activations(self) -> int:
+        """Count the bytes that a forward pass of the largest batch of a step keeps for its way back."""
+        model, task = self.model, self.task
+        largest = max((one.rows for step in self.path.steps for one in step.batches), key=len)
+        rows = largest[:1] if task.row_by_row else largest
+        batch = model.featurizer(task).in_dtype_of_model(send_to_device(self._collated(list(rows)), model.device))
+        with evaluating(model.model), sdpa_kernel(SDPBackend.MATH):  # attention that can be differentiated twice
+            return saved_activation_bytes(lambda: task.output(run_model(task, model.model, batch), batch))
 
     def plan(self, question: Question) -> PlannedScores:
         """Compute the scores of all training rows for the targets of a question.

@@ -6,10 +6,14 @@ from hf_trak.config import HESSIAN_SHARE
 from hf_trak.trajectory.record import is_known
 from hf_trak.trajectory.share import trainings
 from hf_trak.trajectory.states import RunPath
-from hf_trak.trajectory.sweep import sweep_bytes
+from hf_trak.trajectory.sweep import TOGETHER, sweep_bytes
 
 _CLIPPED = 0.999
 """Part of the largest norm from which on a gradient was clipped, in rounding."""
+
+_COPIES_OF_GRADIENTS, _COPIES_OF_PRODUCTS, _COPIES_OF_TANGENTS = 3, 8, 2
+"""Activations that a pass holds at its peak: for the gradients of rows, for products with their curvature, and for
+each direction that is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RunSummary:
         rates (`tuple[float, float, float]`): learning rates of the first and the last step, and the highest.
         clipped (`float`, *optional*): share of the steps whose gradient was clipped, where it is recorded.
         parameters (`int`): trained parameters.
+        activations (`int`): bytes that the forward pass of the largest batch of a step keeps for its way back.
     """
 
     recorded: bool
@@ -37,9 +42,10 @@ class RunSummary:
     rates: tuple[float, float, float]
     clipped: float | None
     parameters: int
+    activations: int
 
     @classmethod
-    def of(cls, path: RunPath, recorded: bool, train_rows: int, parameters: int) -> "RunSummary":
+    def of(cls, path: RunPath, recorded: bool, train_rows: int, parameters: int, activations: int) -> "RunSummary":
         """Sum up a run.
 
         Args:
@@ -47,6 +53,7 @@ class RunSummary:
             recorded: whether it comes from a record.
             train_rows: n.
             parameters: P.
+            activations: bytes, see the attribute.
         """
         rates = path.numbers.rates.max(1).values.tolist()
         norms, largest = [one.norm for one in path.steps if is_known(one.norm)], path.numbers.max_norm
@@ -54,7 +61,7 @@ class RunSummary:
         rows = sum(len(one.rows) for one in path.steps)
         return cls(
             recorded, len(path.steps), rows, rows / train_rows, len(path.states), path.gap,
-            (rates[0], rates[-1], max(rates)), clipped, parameters,
+            (rates[0], rates[-1], max(rates)), clipped, parameters, activations,
         )  # fmt: skip
 
     def passes(self, targets: int, hessian_share: float = 1.0) -> float:
@@ -69,9 +76,20 @@ class RunSummary:
             targets, hessian_share, "hessian" if hessian_share >= HESSIAN_SHARE else "gauss-newton"
         )
 
-    def memory(self, targets: int) -> int:
-        """Estimate the bytes of a sweep of m targets together, beside the model and its passes."""
-        return sweep_bytes(self.steps, -(-self.rows // self.steps), self.parameters, targets)
+    def memory(self, targets: int, hessian_share: float = 1.0) -> int:
+        """Estimate the bytes of a sweep of m targets together, beside the model.
+
+        The sweep's own numbers are counted. Its passes hold the activations of a batch some times over: graphs of
+        gradients that are differentiated again, and tangents of each target. How often, is measured
+        (`benchmarks/pages/replay_cost.md`), and right to a factor of three.
+
+        Args:
+            targets (`int`): m.
+            hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`].
+        """
+        own = sweep_bytes(self.steps, -(-self.rows // self.steps), self.parameters, targets)
+        products = hessian_share * (_COPIES_OF_PRODUCTS + _COPIES_OF_TANGENTS * min(targets, TOGETHER))
+        return own + round(self.activations * max(_COPIES_OF_GRADIENTS, products))
 
     def __str__(self) -> str:
         first, last, highest = self.rates

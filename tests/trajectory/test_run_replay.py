@@ -185,6 +185,11 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
     assert found.passes(1) == pytest.approx(12)
     assert found.passes(3, 0.25) == pytest.approx(3 * (2 + 4 / 3 * 0.25 * 3))
     assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
+    model, batch = run.model, run.data_collator([run.train_dataset[row] for row in range(4)])  # 4 rows, 4 and 2
+    inputs = 7 * model.config.n_embd * model.config.n_layer * batch["input_ids"].numel()  # of linear layers alone
+    assert 8 * inputs < found.activations < 8 * 8 * inputs
+    assert found.memory(8) - found.memory(1) > 7 * 2 * found.activations
+    assert found.memory(8) - found.memory(8, 0.01) > 8 * 2 * found.activations  # a row has a product, not the batch
 
 
 @pytest.mark.slow
