@@ -666,7 +666,7 @@ class TrakAttributor:
             HfTrakError: the order of the rows, their loss or the optimizer's numbers cannot be known.
             StoreError: the record is damaged.
         """
-        return RunReplay(self.features, Replay(of="run", name=name)).summary()
+        return RunReplay(self.features, Replay(of="run", name=name)).summary(activations=True)
 
     def verify_replay(
         self, eval_dataset: Any, make_trainer: Callable[[Any, int], Any], share: float = 0.05
@@ -1093,7 +1093,7 @@ class TrakAttributor:
         chosen = checked_method(method)
         run = None
         if isinstance(chosen, Replay) and chosen.of == "run":
-            run = RunReplay(self.features, chosen).summary()
+            run = RunReplay(self.features, chosen).summary(activations=True)
         return self.features.estimate(eval_dataset, checkpoints, measure, chosen, run)
 
     def recommend(self, eval_dataset: Any) -> Recommendation:

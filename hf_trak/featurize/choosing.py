@@ -8,6 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -243,23 +244,25 @@ def options(
         methods += [one for one in found[: index + 1] if at_hand or isinstance(one[0], Index)]
     rate = model.rate() if measure and len(methods) > 1 and at_hand else None
     featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
-    listed = list[Option]()
+    listed, step = list[Option](), None
     for method, quality, why in methods:
         priced, seconds = price(model, method, m, ids), None
         if isinstance(method, Replay) and rate is not None and priced.passes > MEASURED * rate:
-            seconds = _measured(model, method, m, ids[-1])
+            step = _measured_step(model, method, m, ids[-1]) if step is None else step
+            seconds = None if step is None else RunReplay(model, method).seconds(m, step)
         listed.append(Option(method, priced, quality, why, why.startswith(_BANKS), seconds))
     return Options(tuple(listed), rate, featurizing)
 
 
-def _measured(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> float | None:
-    """Measure a step of a run in every process; return `None` if the run cannot be replayed, which is said later."""
-    try:
-        own = RunReplay(model, method).seconds(m, model_id)
-    except (HfTrakError, RuntimeError, ValueError):  # also of a loss, or of memory
-        own = math.nan
-    slowest = max(model.processes.gather(own), key=lambda one: (math.isnan(one), one))
-    return None if math.isnan(slowest) else slowest
+def _measured_step(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> tuple[float, float] | None:
+    """Measure a step of a run, in the slowest process; return `None` if it cannot be replayed, which is said later."""
+    own = math.nan, math.nan
+    with suppress(HfTrakError, RuntimeError, ValueError):  # also of a loss, or of memory
+        own = RunReplay(model, method).step_seconds(m, model_id)
+    every = model.processes.gather(own)
+    if any(math.isnan(one) for one, _ in every):
+        return None
+    return max(one for one, _ in every), max(one for _, one in every)
 
 
 def _of_banks(model: FeaturizedModel, top_k: int | None, checkpoints: list[int]) -> list[tuple[AnyMethod, float, str]]:

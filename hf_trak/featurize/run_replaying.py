@@ -38,6 +38,7 @@ from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
+from hf_trak.trajectory.share import PRODUCTS
 from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, TOGETHER, BackwardSweep, SweepOptions, part_length
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 REPLAY_VERSION = 2
 """Raised whenever the same record gives other scores. It is part of the identity of replayed scores."""
+
+LONG = 2.0
+"""Seconds of the gradients of a step from which on no products are measured beside them."""
 
 Planned = Sequence[Sequence[tuple[Sequence[int], SweptTargets]]]
 """What is swept together, with the numbers of its targets, one after the other."""
@@ -134,12 +138,15 @@ class RunReplay:
             )
         return path
 
-    def summary(self) -> RunSummary:
-        """Describe the run."""
-        model, recorded = self.model, isinstance(self.record, RunRecord)
-        return RunSummary.of(self.path, recorded, model.train_size, self.record.layout.total, self._activations)
+    def summary(self, *, activations: bool = False) -> RunSummary:
+        """Describe the run.
 
-    @cached_property
+        Args:
+            activations: whether to count those of a batch for the memory of a replay, which takes a forward pass.
+        """
+        recorded, counted = isinstance(self.record, RunRecord), self._activations() if activations else 0
+        return RunSummary.of(self.path, recorded, self.model.train_size, self.record.layout.total, counted)
+
     def _activations(self) -> int:
         """Count the bytes that a forward pass of the largest batch of a step keeps for its way back."""
         model, task = self.model, self.task
@@ -313,12 +320,17 @@ class RunReplay:
         trained = TrainerLossModelOutput(model.trainer, getattr(self.task, "of_task", None)) if plain else None
         return StepPasses(model.model, task, model.layout, featurizer.computer(), collated, bf16, trained)
 
-    def seconds(self, m: int, model_id: int) -> float:
-        """Measure the passes of the first step, and estimate the seconds of a replay of m targets from them.
+    def step_seconds(self, m: int, model_id: int) -> tuple[float, float]:
+        """Measure the passes of the first step.
 
         Args:
             m: number of targets.
             model_id: the checkpoint that the run ended with.
+
+        Returns:
+            The seconds that the gradients of its rows take, and those of the product of one target with the curvature
+            of all of them. The second is worked out from the first if that takes longer than [`LONG`]: passes are all
+            that counts then.
 
         Raises:
             HfTrakError, StoreError: as of [`plan`].
@@ -330,7 +342,7 @@ class RunReplay:
         draws = torch.Generator(model.device).manual_seed(model.args.seed)
         directions = torch.randn(together, len(last), generator=draws, device=model.device, dtype=last.dtype)
         kept = [range(math.ceil(method.hessian_share * len(one.rows))) for one in step.batches]
-        times = list[float]()
+        rows = products = 0.0
         try:
             passes.put(path.weights(0))
             with evaluating(model.model), torch.enable_grad():
@@ -338,16 +350,30 @@ class RunReplay:
                     begun = time.perf_counter()
                     for part in passes.rows(step.batches):
                         float(part.gradients.sum())  # waits for a GPU
-                    middle = time.perf_counter()
+                    rows = time.perf_counter() - begun
+                    if rows > LONG:
+                        return rows, rows * PRODUCTS[method.products]
+                    begun = time.perf_counter()
                     float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
-                    times = [middle - begun, time.perf_counter() - middle]
+                    products = time.perf_counter() - begun
         finally:
             passes.end(last.to(model.device))
-        rows, products = times
-        steps = sum(len(one.rows) for one in path.steps) / len(step.rows)
-        sweeps = 2 + (part_length(len(path.steps), len(last), last.element_size()) < len(path.steps))
-        products *= m / together / model.processes.num_processes
-        return steps * (len(self._parts(m)) * sweeps * rows + products)
+        return rows, products * len(step.rows) / sum(map(len, kept)) / together
+
+    def seconds(self, m: int, step: tuple[float, float]) -> float:
+        """Estimate the seconds of a replay of m targets.
+
+        Args:
+            m: number of targets.
+            step: what was measured, see [`step_seconds`].
+        """
+        rows, product = step
+        steps, width = self.path.steps, self.record.layout.total
+        sweeps = 2 + (part_length(len(steps), width, self.path.weights(0).element_size()) < len(steps))
+        product *= m * self.method.hessian_share / self.model.processes.num_processes
+        return (
+            sum(len(one.rows) for one in steps) / len(steps[0].rows) * (len(self._parts(m)) * sweeps * rows + product)
+        )
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""

@@ -30,7 +30,8 @@ class RunSummary:
         rates (`tuple[float, float, float]`): learning rates of the first and the last step, and the highest.
         clipped (`float`, *optional*): share of the steps whose gradient was clipped, where it is recorded.
         parameters (`int`): trained parameters.
-        activations (`int`): bytes that the forward pass of the largest batch of a step keeps for its way back.
+        activations (`int`): bytes that the forward pass of the largest batch of a step keeps for its way back; 0 if
+            they were not counted.
     """
 
     recorded: bool

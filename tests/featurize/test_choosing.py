@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,15 +79,22 @@ def test_the_time_of_a_replay_is_that_of_its_steps(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(StepPasses, "gradients", counted)
     monkeypatch.setattr(StepPasses, "curvature", multiplied)
     monkeypatch.setattr("hf_trak.featurize.run_replaying.time.perf_counter", lambda: clock[0])
-    found = RunReplay(attributor.features, Replay(of="run")).seconds(10, 0)
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", math.inf)
+    whole = RunReplay(attributor.features, Replay(of="run"))
+    found = whole.seconds(10, step := whole.step_seconds(10, 0))
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     rows = attributor.trajectory().rows
     assert found == pytest.approx(rows * (2 + 100 * 10))
-    half = RunReplay(attributor.features, Replay(of="run", hessian_share=0.5)).seconds(10, 0)
-    assert half == pytest.approx(rows * (2 + 50 * 10), rel=0.2)
+    half = RunReplay(attributor.features, Replay(of="run", hessian_share=0.5))
+    assert half.step_seconds(10, 0) == pytest.approx(step)
+    assert half.seconds(10, step) == pytest.approx(rows * (2 + 50 * 10))
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", 1.0)  # no products: 2 trainings for each target
+    before_this = clock[0]
+    assert whole.seconds(10, whole.step_seconds(10, 0)) == pytest.approx(rows * (2 + 2 * 10))
+    assert clock[0] - before_this == step[0]
     monkeypatch.undo()
     monkeypatch.setattr(choosing, "MEASURED", 0)
-    monkeypatch.setattr(RunReplay, "seconds", lambda self, m, model_id: 1234.0 * self.method.hessian_share)
+    monkeypatch.setattr(RunReplay, "seconds", lambda self, m, step: 1234.0 * self.method.hessian_share)
     assert "about 20 min" in str(attributor.recommend(10))
 
 
@@ -220,7 +228,7 @@ def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypat
 
     monkeypatch.setattr(choosing, "planned", failed)
     monkeypatch.setattr(choosing, "MEASURED", 0)
-    monkeypatch.setattr(RunReplay, "seconds", failed)
+    monkeypatch.setattr(RunReplay, "step_seconds", failed)
     monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
     assert np.array_equal(scores_of(attributor, top_k=5), scores_of(attributor, top_k=5, method="index"))
     assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text
