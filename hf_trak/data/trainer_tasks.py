@@ -193,10 +193,7 @@ def _weighed_otherwise(
 ) -> str | None:
     """Say that a batch weighs the losses of its rows otherwise than a task, whose losses have these weights."""
     check_rows(own, model, first)
-    if own.labels_from is None:
-        counts = [1] * len(weights)
-    else:
-        counts = [int((one["labels"][:, own.labels_from :] != -100).sum()) for one in first.alone]
+    counts = [1 if (found := own.label_counts(one)) is None else int(found.sum()) for one in first.alone]
     ratios = [weight / count for weight, count in zip(weights, counts, strict=True) if count]
     same = not ratios or max(ratios) - min(ratios) <= UNEQUAL * max(ratios)
     return None if same else f"a batch gives its rows the weights {counts}, and not {weights}"

@@ -183,16 +183,22 @@ def choose(
         if not isinstance(chosen.method, Replay):
             return chosen.method, question
         asked = of_replay()
-        if (doubt := _doubt(model, asked, chosen.method)) is None:
+        if (doubts := doubt(model, asked, chosen.method)) is None:
             return chosen.method, asked
-        model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone: {doubt}")
+        model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone: {doubts}")
         share = _doubted[model] = chosen.method.hessian_share
         left = [one for one in found.options if not isinstance(one.method, Replay) or one.method.hessian_share > share]
         found = replace(found, options=tuple(left))
 
 
-def _doubt(model: FeaturizedModel, question: Question, method: Replay) -> str | None:
-    """Replay, and say what speaks against the scores, if anything does. With several processes errors are raised."""
+def doubt(model: FeaturizedModel, question: Question, method: Replay) -> str | None:
+    """Replay, and say what speaks against the scores, if anything does. With several processes errors are raised.
+
+    Args:
+        model: the featurized model.
+        question: what is asked.
+        method: the replay.
+    """
     try:
         return " ".join(planned(model, question, method).warnings) or None
     except HfTrakError as error:

@@ -18,7 +18,7 @@ from hf_trak.data.rows import attribute_of, batch_rows, row_count
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions.base import STACKED, call_model
-from hf_trak.modelout_functions.batches import LABEL_NAMES, find_logits
+from hf_trak.modelout_functions.batches import LABEL_NAMES, class_labels, find_logits
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
@@ -40,8 +40,8 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
         The rows with predicted labels, and [`PREDICTED`].
 
     Raises:
-        TypeError: the dataset is no `datasets.Dataset`, or has a transform that makes labels of no stored column of
-            labels, or the task has no prediction that could be a label.
+        TypeError: the dataset is no `datasets.Dataset`, or its transform or the collator makes other labels than the
+            stored ones, or the task has no prediction that could be a label.
         ValueError: there are arguments of `generate` for a classifier, or unknown ones, or an answer is empty.
     """
     row_count(dataset, "dataset")
@@ -58,16 +58,15 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
                 "none. Leave them out."
             )
         found = _classified(model, dataset)
+        # One row with either label: a transform or collator may read another column, which agrees with one of them.
+        probe, column = found.select([0, 0]), _label_column(found)
+        probe = probe.remove_columns(column).add_column(column, [0, 1], feature=found.features[column])
         if transformed:
-            given, column = dataset.format, _label_column(found)
+            given = dataset.format
             read = None if set(given["columns"]) == set(dataset.column_names) else given["columns"]
             form = {**given["format_kwargs"], "columns": read, "output_all_columns": given["output_all_columns"]}
-            # One row with either label: a transform may read another column, which agrees with one of them.
-            probe = found.select([0, 0]).remove_columns(column)
-            probe = probe.add_column(column, [0, 1], feature=found.features[column]).with_transform(**form)
-            if any(label not in (probe[label].get(name) for name in LABEL_NAMES) for label in range(2)):
-                raise _unlabelled("one with a transform that does not pass on labels")
-            found = found.with_transform(**form)
+            found, probe = found.with_transform(**form), probe.with_transform(**form)
+        _check_labels(model, probe)
         return found
     if isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) and hasattr(model.model, "generate"):
         return _generated(model, dataset, generation)
@@ -75,6 +74,22 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
         f"The task is {type(task).__name__}. Expected one of images, texts or language models, whose predictions are "
         "labels. Put predictions into the rows yourself."
     )
+
+
+def _check_labels(model: FeaturizedModel, probe: Dataset) -> None:
+    """Refuse rows with the labels 0 and 1 whose batches have others."""
+    batches, made = model.featurizer().batches(probe, "target"), list[Any]()
+    for row in range(len(probe)):
+        try:
+            made.append(int(class_labels(batches.alone(row))))
+        except Exception as error:  # whatever a user's transform or collator may raise of a number
+            made.append(f"{type(error).__name__}: {error}")
+    if made != [0, 1]:
+        raise TypeError(
+            f"Of rows with the labels 0 and 1 the transform and the collator make {made}. Expected the same numbers, "
+            "in a column 'labels' or 'label', since the model's predictions take their place. Store such a column, or "
+            "put the predictions into the rows yourself."
+        )
 
 
 def _unlabelled(given: str) -> TypeError:

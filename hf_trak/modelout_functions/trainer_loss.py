@@ -121,6 +121,20 @@ class TrainerLossModelOutput(BatchedModelOutput):
         if self._task is not None:
             self._task.bind(model)
 
+    def label_counts(self, batch: Batch) -> Tensor | None:
+        """Count the labels of every row that its loss is multiplied by the number of; `None` for no factor.
+
+        Args:
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`, *optional*: integers.
+        """
+        if self.labels_from is None:
+            return None
+        return (self._inputs(batch)["labels"][:, self.labels_from :] != -100).flatten(1).sum(1)
+
     def model_inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             raise Called(args, kwargs)
@@ -320,6 +334,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 if self._row_by_row:
                     return None
                 raise
+            if self._row_by_row:  # found out by the one row of this batch
+                return None
             for loss in losses:
                 found = torch.autograd.grad(loss, used, retain_graph=True, allow_unused=True, materialize_grads=True)
                 rows.append(torch.cat([one.reshape(size, -1) for one in found], 1).double())
@@ -339,6 +355,24 @@ class TrainerLossModelOutput(BatchedModelOutput):
         count = getattr(self._view(), "get_batch_samples", None)
         found = None if count is None else count(iter(batches), len(batches), torch.device("cpu"))[1]
         return None if found is None else float(found)
+
+    def weight(self, model: torch.nn.Module, batch: Batch) -> float:
+        """Return the weight of the rows of a batch in a mean loss: by what the sum of their losses is divided.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model, in evaluation mode.
+            batch (`Batch`):
+                The batch, as the trainer's collator made it.
+        """
+        if (counts := self.label_counts(batch)) is not None:
+            return float(counts.sum())
+        if (items := self.items([batch])) is not None:
+            with torch.no_grad():
+                one, two = (float(self.of_batch(model, batch, count)) for count in (1.0, 2.0))
+            if abs(one - 2 * two) <= _SAME_SLOPE * abs(one):
+                return items
+        return float(size_of(batch) or 1)
 
     def is_scaled(self, items: float | None) -> bool:
         """Tell whether the loss of a batch is its part of the loss of a step, which the trainer divides no more."""
@@ -409,8 +443,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
                 f"`{self.name}` returned {given}. Expected the loss as one number. Pass `task=`, a function of your "
                 "own (model_output, batch) -> (B,)."
             )
-        if of_a_row and self.labels_from is not None:
-            loss = loss * (inputs["labels"][:, self.labels_from :] != -100).sum()
+        if of_a_row and (counts := self.label_counts(inputs)) is not None:
+            loss = loss * counts.sum()
         return loss.reshape(())
 
 

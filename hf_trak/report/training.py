@@ -31,6 +31,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
+from hf_trak.featurize.choosing import doubt
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
@@ -38,6 +39,8 @@ from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Exact, Method, Replay, checked_method
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.batches import evaluating
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.progress import duration, say
@@ -309,9 +312,11 @@ def effects_of_training(
         spent = duration(passes * len(rows) / shared / rate)
         say(logger, f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {spent}.")
     begun = time.monotonic()
-    plan = planned(features, question, chosen)
-    if method == "auto" and plan.warnings:  # of a replay
-        chosen, doubts = Exact("ekfac"), " ".join(plan.warnings)
+    doubts = doubt(features, question, chosen) if method == "auto" and isinstance(chosen, Replay) else None
+    if doubts is None:
+        plan = planned(features, question, chosen)
+    else:
+        chosen = Exact("ekfac")
         text = f"The recorded run is left alone, since its scores are doubtful, and EK-FAC is taken. {doubts}"
         passes += price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
         plan = replace(planned(features, question, chosen), warnings=(text,))
@@ -407,15 +412,25 @@ def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
 
 
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
-    """Compute the loss of every validation row `(m,)`, divided by the mean weight of its labels, and this weight."""
-    task, args = features.task, features.args
-    scale = 1.0
-    if isinstance(task, AggregatedModelOutput):
-        batches = features.featurizer().batches(eval_dataset, "target")
-        given = (batches.collated(list(cut)) for cut in batch_rows(0, len(eval_dataset), args.batch_size))
-        scale = sum(float(task.label_weights(batch).sum()) for batch in given) / len(eval_dataset)
+    """Compute the loss of every validation row by the task, divided by a scale `(m,)`, and this scale.
+
+    The mean of what is returned is the loss of all rows as the trainer has it. Losses of tokens are sums over the
+    labels of a row, whose mean number is the scale. That of a regression is ½ (ŷ − y)², where the model has no ½.
+    """
+    task, model = features.task, features.model
+    scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
+    if isinstance(task, AggregatedModelOutput | TrainerLossModelOutput):
+        cuts = batch_rows(0, len(eval_dataset), features.args.batch_size)
+        with evaluating(model):
+            weights = [
+                float(task.label_weights(batch).sum())
+                if isinstance(task, AggregatedModelOutput)
+                else task.weight(model, batch)
+                for _, batch in features.featurizer().batches(eval_dataset, "target").iterate(cuts)
+            ]
+        scale = sum(weights) / len(eval_dataset)
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
-    found = model_outputs(features.model, eval_dataset, minus, features.data_collator, _batch_size(features))
+    found = model_outputs(model, eval_dataset, minus, features.data_collator, _batch_size(features))
     return -found / scale, scale
 
 

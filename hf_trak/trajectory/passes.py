@@ -26,8 +26,9 @@ from hf_trak.trajectory.record import MicroBatch, is_known
 
 CurvatureForm = Literal["hessian", "gauss-newton"]
 
-Normalization = Literal["items", "labels"]
-"""What sums of losses are divided by: `num_items_in_batch`, or the labels of their own batch, one per row or more."""
+Normalization = Literal["items", "labels", "nothing"]
+"""What sums of losses are divided by: `num_items_in_batch`, the labels of their own batch, one per row or more, or
+nothing."""
 
 ROW_BYTES = 2**29
 """Memory for the gradients of rows that are held at a time."""
@@ -176,6 +177,8 @@ class StepPasses:
             sums = counts / task.label_weights(batch).double().sum(1).clamp(min=1e-12)
         elif isinstance(task, RegressionModelOutput):  # ½ (ŷ − y)², where transformers takes (ŷ − y)²
             sums = 2 * sums
+        if normalization == "nothing":
+            return sums
         return sums / (passed.items if normalization == "items" else counts.sum())
 
     def losses(self, batch: Any) -> Tensor:
@@ -199,7 +202,7 @@ class StepPasses:
         losses = self.losses(batch)
         given: list[Normalization] = [] if items is None else ["items"]
         tried: dict[Normalization, float] = {}
-        every: tuple[Normalization, ...] = (*given, "labels")
+        every: tuple[Normalization, ...] = (*given, "labels", "nothing")
         for one in every:
             tried[one] = float((self._shares(one, passed, batch) * losses).sum())
         nearest = min(every, key=lambda one: abs(tried[one] - passed.loss))
@@ -289,7 +292,7 @@ def label_counts(task: BatchedModelOutput, batch: Any) -> Tensor:
     task = getattr(task, "of_task", task)
     if isinstance(task, AggregatedModelOutput):
         return task.label_weights(batch).ne(0).sum(1).double()
-    if isinstance(task, TrainerLossModelOutput) and task.labels_from is not None:
-        return (batch["labels"][:, task.labels_from :] != -100).flatten(1).sum(1).double()
+    if isinstance(task, TrainerLossModelOutput) and (counts := task.label_counts(batch)) is not None:
+        return counts.double()
     split = SplitBatch.of(batch)
     return torch.ones(split.size, dtype=torch.float64, device=next(iter(split.mapped.values())).device)

@@ -62,15 +62,33 @@ def test_classes(tmp_path: Path) -> None:
     def of_another_column(batch: dict[str, Any]) -> dict[str, Any]:
         return {"pixel_values": batch["image"], "labels": batch["digit"]}
 
-    with pytest.raises(TypeError, match="does not pass on labels"):
+    with pytest.raises(TypeError, match="labels 0 and 1 the transform and the collator make"):
         own.predict(right.with_transform(of_another_column))
 
     def without_stored_labels(batch: dict[str, Any]) -> dict[str, Any]:
         return {"pixel_values": batch["image"], "labels": [99] * len(batch["image"])}
 
-    for given in (stored.rename_columns({"label": "digit"}), stored):
-        with pytest.raises(TypeError, match="one with a transform"):
-            own.predict(given.with_transform(without_stored_labels))
+    with pytest.raises(TypeError, match="one with a transform"):
+        own.predict(stored.rename_columns({"label": "digit"}).with_transform(without_stored_labels))
+    with pytest.raises(TypeError, match=r"make \[99, 99\]"):
+        own.predict(stored.with_transform(without_stored_labels))
+
+
+@pytest.mark.parametrize("column", ["stars", "label"])
+def test_labels_that_the_collator_makes_itself(tmp_path: Path, column: str) -> None:
+    """Of a column with a name of its own, and counted from one: predictions would be replaced by other classes."""
+    rows = digits(0, 20)
+    rows = rows.remove_columns("labels").add_column(column, [label + 1 for label in rows["labels"]])
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        images = torch.tensor(np.array([row["pixel_values"] for row in batch]), dtype=torch.float32)
+        return {"pixel_values": images, "labels": torch.tensor([row[column] - 1 for row in batch])}
+
+    config = trak_config(str(tmp_path), proj_dim=16, remove_unused_columns=False, **QUICK)
+    net = trained_net(digits(0, 20), steps=2)
+    own = TrakAttributor(net, config, train_dataset=rows, data_collator=collate, task="image_classification")
+    with pytest.raises(TypeError, match="labels 0 and 1 the transform and the collator make"):
+        own.predict(rows)
 
 
 @pytest.fixture

@@ -25,11 +25,20 @@ from training_reports import (
     report_in_group,
     trainer_of,
 )
-from transformers import TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
+from hf_trak.errors import NonFiniteError
 from hf_trak.featurize import run_replaying
+from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.report import TrainingReport
 from hf_trak.report.training import GroupEffect, _has_sources, _near, effects_of_training
 from hf_trak.report.training_page import training_report, write_training_report
@@ -83,6 +92,80 @@ def test_effects_of_tokens_are_those_of_trainings_with_other_weights(tmp_path: P
     assert np.abs(found.effects - measured).max() <= 1e-6 * np.abs(measured).max()
     assert "call `featurize` first" in found.near and found.doubts == 0 and found.sources == ()
     assert "text" not in write_training_report(found, attributor.features, tmp_path / "page.html").name
+
+
+def of_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over the labels of a batch, twice the cross-entropy."""
+    total = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return 2 * total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def smoothed(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    log_probs, counted = outputs.logits.log_softmax(2), labels != -100
+    own = -log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    return ((0.9 * own - 0.1 * log_probs.mean(2)) * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("case", ["regression", "smoothed", "function"])
+def test_losses_and_effects_of_trainings_by_other_losses(tmp_path: Path, case: str) -> None:
+    """After one step of gradient descent with all rows: plain autograd, and the loss that the trainer evaluates."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    kind = BertForSequenceClassification if case == "regression" else BertForTokenClassification
+    draws = torch.Generator().manual_seed(0)
+
+    def rows(count: int) -> Dataset:
+        ids = torch.randint(1, 20, (count, 5), generator=draws)
+        labels: Any = (ids % 3).masked_fill(torch.rand(ids.shape, generator=draws) < 0.4, -100)
+        labels[:, 0] = 1
+        labels = ids.sum(1) / 30 if case == "regression" else labels
+        return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
+
+    losses = {"regression": lambda outputs, labels: (outputs.logits[:, 0] - labels).square().mean(),
+              "smoothed": smoothed, "function": of_tokens}  # fmt: skip
+
+    def gradient(model: Any, given: Dataset, times: float = 1.0) -> tuple[torch.Tensor, float]:
+        labels = torch.tensor(given["labels"][:])
+        loss = times * losses[case](model(input_ids=torch.tensor(given["input_ids"][:])), labels)
+        weights = [one for one in model.parameters() if one.requires_grad]
+        found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten() for one in found]), loss.item()
+
+    train, validation = rows(6), rows(4)
+    torch.manual_seed(0)
+    labels = 1 if case == "regression" else 3
+    model = kind(BertConfig(vocab_size=20, num_labels=labels, hidden_dropout_prob=0.0,
+                            attention_probs_dropout_prob=0.0, **sizes)).double()  # fmt: skip
+    counts = torch.tensor([sum(label != -100 for label in row) if labels > 1 else 1 for row in train["labels"]])
+    parts = [gradient(model, train.select([row]), float(counts[row] / counts.sum()))[0] for row in range(6)]
+    options = TrainingArguments(
+        str(tmp_path / "out"), optim="sgd", learning_rate=0.1, max_grad_norm=0.0, num_train_epochs=1,
+        per_device_train_batch_size=6, per_device_eval_batch_size=4, lr_scheduler_type="constant", report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True, label_smoothing_factor=0.1 * (case == "smoothed"),
+    )  # fmt: skip
+    own = {"compute_loss_func": of_tokens} if case == "function" else {}
+    run = Trainer(model, options, train_dataset=train, eval_dataset=validation, **own)
+    run.add_callback(TrakCallback(config(tmp_path), record=True))
+    run.train()
+    model.eval()
+    after, loss = gradient(model, validation)
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    found = training_report(attributor.features, validation, method=Replay(of="run", smoothing=0.0))
+    assert found.loss == pytest.approx(loss, rel=1e-6) == run.evaluate()["eval_loss"]
+    expected = torch.stack([-0.1 * part @ after for part in parts]).numpy()
+    np.testing.assert_allclose(found.effects, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_a_report_goes_on_without_a_replay_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*given: Any) -> None:
+        raise NonFiniteError("The derivatives are NaN.")
+
+    attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path))
+    monkeypatch.setattr(RunReplay, "plan", failed)
+    found = training_report(attributor.features, EVAL)
+    assert found.method.startswith("exact scores") and "The derivatives are NaN." in found.warnings[0]
+    with pytest.raises(NonFiniteError):
+        training_report(attributor.features, EVAL, method=Replay(of="run"))
 
 
 @pytest.mark.slow
