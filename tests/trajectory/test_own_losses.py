@@ -63,9 +63,23 @@ class Twice(Trainer):
         return 2 * super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
 
-def weighted() -> Any:
+class OfTheModel(Trainer):
+    """A loss that the model computes, which is looked at on the way."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+class Sums(RowWeights):
+    """A loss that is a sum over all tokens."""
+
+    def __call__(self, logits, labels, vocab_size=None, num_items_in_batch=None, **options):
+        return super().__call__(logits, labels, num_items_in_batch=1)
+
+
+def weighted(weights: RowWeights = WEIGHTS) -> Any:
     model = tiny()
-    model.loss_function = WEIGHTS
+    model.loss_function = weights
     return model
 
 
@@ -87,6 +101,24 @@ def test_retraining_with_other_weights(tmp_path: Path, kind: type[Trainer]) -> N
     run = recorded(tmp_path, weighted(), **options)
     found = scores_of(replayed(run, tmp_path, Replay(of="run", smoothing=0.0)))
     measured = differences(WEIGHTS, train)
+    assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a row in a batch", "sums"])
+def test_retraining_by_the_loss_of_the_model(tmp_path: Path, case: str) -> None:
+    """Batches of three rows and of one, of a trainer's own loss; and a loss that nothing divides."""
+    weights = Sums() if case == "sums" else WEIGHTS
+    options: dict[str, Any] = {} if case == "sums" else {"kind": OfTheModel, "per_device_train_batch_size": 3}
+
+    def train() -> torch.Tensor:
+        other = trainer(tmp_path, weighted(weights), **options)
+        other.train()
+        return outputs(other.model)
+
+    run = recorded(tmp_path, weighted(weights), **options)
+    found = scores_of(replayed(run, tmp_path, Replay(of="run", smoothing=0.0)))
+    measured = differences(weights, train)
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
 
 
