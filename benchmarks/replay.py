@@ -39,10 +39,9 @@ METHODS: dict[str, Any] = {
     "recipe": Replay(),
     "plain": Replay(of="run", smoothing=0.0),
     "recorded": Replay(of="run"),
-    "half": Replay(of="run", hessian_share=0.5),
-    "epochs": Replay(of="run", name="checkpoints", hessian_share=0.5),
+    "epochs": Replay(of="run", name="checkpoints"),
 }
-SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "half", "epochs", "recipe")
+SHOWN = ("index", "EK-FAC", "hybrid", "plain", "recorded", "epochs", "recipe")
 
 
 # -- the truth --------------------------------------------------------------------------------------------------------
