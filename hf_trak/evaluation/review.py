@@ -277,10 +277,10 @@ def doubted_labels(
     share = min(1.0, expected / len(doubted))
     if share > MOST_FALSE_DOUBTS:
         features.warn_once(
-            f"The labels of {len(doubted)} of {len(rows)} training rows are doubted, and those of {false} of "
-            f"{len(controls)} validation rows, too: as far as these tell, at most {share:.0%} of the doubted ones are "
-            f"right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Look at the rows with the lowest `effect` before you "
-            "relabel any."
+            f"The labels of {len(doubted)} of the {len(rows)} training rows that were looked at are doubted, and "
+            f"those of {false} of {len(controls)} validation rows by the same test: up to {share:.0%} of the doubted labels "
+            f"may well be right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Do not relabel by this test; look at the "
+            "rows with the lowest `effect`."
         )
     return doubted, share
 

@@ -126,6 +126,7 @@ class TrainingReport(Result):
     Attributes:
         losses (`np.ndarray` of shape `(m,)`): loss of each validation row, or per label where rows have several.
         effects (`np.ndarray` of shape `(n,)`): change of this loss by training on each row. Positive: the row harms.
+        relative (`bool`): whether effects are divided by the largest, since they are impossible as changes of a loss.
         sources (`tuple[GroupEffect, ...]`): sources of rows, the most harmful first; empty without any.
         labels (`tuple[GroupEffect, ...]`): labels of rows in the same way.
         doubted (`dict[int, str]`): rows that have probably a wrong label, and the label that fits better.
@@ -164,6 +165,7 @@ class TrainingReport(Result):
     false_doubts: float = 0.0
     warnings: tuple[str, ...] = ()
     earlier: "TrainingReport | None" = None
+    relative: bool = False
 
     @property
     def loss(self) -> float:
@@ -190,22 +192,39 @@ class TrainingReport(Result):
 
     @property
     def impossible(self) -> str:
-        """Say that the loss without the most harmful rows would be less than 0; empty if it would not."""
-        count = max(1, round(PROVED * len(self.effects)))
-        left = self.loss - float(self.effects[self.harmful(count)].sum())
-        if self.loss < 0 or left >= 0:
+        """Say that effects are relative, and why; empty if they are not."""
+        if not self.relative:
             return ""
         return (
-            f"By these numbers the loss without the {count:,} most harmful rows would be {left:.3g}, and no such loss "
-            "is below 0: trust the order of the rows more than the numbers."
+            f"As changes of the loss, effects would leave less than 0 of it without the {self.most:,} most harmful "
+            "rows, and no such loss is below 0. They are given relative to the largest: their order tells something."
         )
+
+    @property
+    def most(self) -> int:
+        """Return the number of the most harmful rows that a proof leaves out."""
+        return max(1, round(PROVED * len(self.effects)))
+
+    def scaled(self) -> "TrainingReport":
+        """Return the report, with effects relative to the largest if a loss without harmful rows were below 0."""
+        left = self.loss - float(self.effects[self.harmful(self.most)].sum())
+        if self.loss < 0 or left >= 0:
+            return self
+        by = float(np.abs(self.effects).max())
+        groups = [
+            tuple(replace(one, effect=one.effect / by) for one in given) for given in (self.sources, self.labels)
+        ]
+        return replace(self, effects=self.effects / by, sources=groups[0], labels=groups[1], relative=True)
 
     @property
     def rough_doubts(self) -> str:
         """Say how many doubted labels may be right; empty if few are."""
         if self.false_doubts <= MOST_FALSE_DOUBTS:
             return ""
-        return f"As far as validation rows tell, up to {self.false_doubts:.0%} of the doubted labels are right."
+        return (
+            "This test does not tell wrong labels of this model, since it doubts those of validation rows, too: up to "
+            f"{self.false_doubts:.0%} of the doubted labels may well be right. Do not relabel by it."
+        )
 
     @property
     def price(self) -> str:
@@ -260,7 +279,8 @@ class TrainingReport(Result):
         for name, groups in (("sources", self.sources), ("labels", self.labels)):
             if groups:
                 lines.append(f"{name}: " + ", ".join(f"{one.value} ({one.effect:+.3g})" for one in groups[:8]))
-        lines.append(f"probably wrong labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
+        doubted = "doubted" if self.rough_doubts else "probably wrong"
+        lines.append(f"{doubted} labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
         lines += [self.rough_doubts] if self.rough_doubts else []
         lines += [f"10 % more {name} changes the loss by {change:+.3g}" for name, change in self.settings.items()]
         lines += [self.impossible] if self.impossible else []
@@ -352,9 +372,9 @@ def effects_of_training(
         warnings=plan.warnings,
         earlier=earlier,
     )
-    harmful_rows = found.harmful(max(1, round(PROVED * len(rows))))
+    harmful_rows = found.harmful(found.most)
     if make_trainer is None or not harmful_rows:
-        return found
+        return found.scaled()
     task = MinusLossModelOutput(of=features.task)  # type: ignore[arg-type]  # `_question` has looked
     retraining = TrainerRetraining(
         make_trainer, rows, eval_dataset, task, features.data_collator, _batch_size(features), drop="mask"
@@ -369,7 +389,7 @@ def effects_of_training(
         measured_random=mean_interval(changed_random),
         difference=mean_interval(changed - changed_random),
     )
-    return replace(found, proof=proof)
+    return replace(found, proof=proof).scaled()
 
 
 def _method(features: FeaturizedModel, method: Method) -> Exact | Replay:

@@ -133,7 +133,8 @@ def write_training_report(
         return ScoredView(rows.view(row), signed(effect), sign_of(-effect), bar(effect, largest))
 
     settings = {
-        f"10 % more {name}": f"changes the loss by {signed(change)}" for name, change in report.settings.items()
+        f"10 % more {name}": f"changes the loss by {signed(change)}" if change else "changes nothing"
+        for name, change in report.settings.items()
     }
     duplicates = _duplicates(report, rows)
     tables = {"sources": report.sources, "labels": report.labels}

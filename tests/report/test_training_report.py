@@ -182,9 +182,14 @@ def test_trainings_without_rows(run: PlantedRun, report: TrainingReport) -> None
 
 @pytest.mark.slow
 def test_a_loss_below_zero_is_called_impossible(run: PlantedRun, report: TrainingReport, tmp_path: Path) -> None:
-    wild = replace(report, effects=1000 * report.effects)
-    assert not report.impossible and "is below 0" in wild.impossible and wild.impossible in str(wild)
-    assert wild.impossible in write_training_report(wild, run.attributor.features, tmp_path / "page.html").read_text()
+    wild = replace(report, effects=1000 * report.effects).scaled()
+    assert report.scaled() is report and not report.impossible
+    assert np.abs(wild.effects).max() == 1 and wild.harmful(9) == report.harmful(9)
+    by = 1000 * np.abs(report.effects).max()
+    assert [one.effect * by for one in wild.labels] == pytest.approx([one.effect for one in report.labels])
+    assert "is below 0" in wild.impossible and wild.impossible in str(wild)
+    page = write_training_report(wild, run.attributor.features, tmp_path / "page.html").read_text()
+    assert wild.impossible in page and "in units of the mean loss" not in page
 
 
 @pytest.mark.slow
