@@ -74,6 +74,9 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
     of: Any = None if name is None else TASKS_OF_MODELS[name]()
     first = first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
     if why is None and given != "trainer_loss":
+        if name is None and first is not None and (guess := _guessed(trainer, model, first)) is not None:
+            wrapped = {None: lambda task: task, "loss": LossModelOutput, "gauss_newton": GaussNewtonModelOutput}
+            return wrapped[given](TASKS_OF_MODELS[guess]())
         if name is None:
             why = "no task is known for the model"
         elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
@@ -97,6 +100,24 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
         infer_task(model)
     logger.info("The training rows are attributed by `%s`: %s.", task.name, why or "it is asked for")
     return GaussNewtonModelOutput(task) if given == "gauss_newton" else task
+
+
+def _guessed(trainer: Any, model: torch.nn.Module, first: FirstRows) -> str | None:
+    """Name the task of a classifier of one's own class: its rows tell it, and its loss has to be the trainer's."""
+    labels, inputs = first.alone[0].get("labels"), {"pixel_values": "image", "input_ids": "text"}
+    if not isinstance(labels, Tensor) or labels.shape != (1,) or labels.is_floating_point():
+        return None
+    name = next((f"{kind}_classification" for column, kind in inputs.items() if column in first.alone[0]), None)
+    if name is None:
+        return None
+    of: Any = TASKS_OF_MODELS[name]()
+    of.bind(model)
+    try:
+        with evaluating(model):
+            of.per_sample_loss(call_model(model, None, None, *of.model_inputs(first.alone[0])), first.alone[0])
+    except _ERRORS:
+        return None
+    return name if _difference(trainer, model, of, first) is None else None
 
 
 def _of_a_known_loss(trainer: Any, rows: Any, given: Task | None, why: str | None) -> Task:

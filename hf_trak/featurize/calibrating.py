@@ -21,7 +21,9 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price
 from hf_trak.featurize.question import Question
 from hf_trak.methods import AnyMethod, Exact, Index, Replay
-from hf_trak.modelout_functions.base import BatchedModelOutput
+from hf_trak.modelout_functions.base import BatchedModelOutput, call_model
+from hf_trak.modelout_functions.batches import evaluating
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import duration
 from hf_trak.runtime.sharding import is_sharded
@@ -129,7 +131,11 @@ def possible(model: FeaturizedModel, method: AnyMethod) -> bool:
         return False
     try:
         ExactScores(model, method).curvature_tasks()
-    except TypeError:  # there are no labels to draw
+        if isinstance(task := model.task, TrainerLossModelOutput) and model.args.curvature.labels == "sampled":
+            batch = model.featurizer().batches(model.train_dataset).alone(0)
+            with evaluating(model.model):
+                task.gauss_newton_weight(call_model(model.model, None, None, *task.model_inputs(batch)), batch)
+    except TypeError:  # there are no labels to draw, or a loss has no curvature in the outputs of the model
         return False
     return isinstance(model.task, BatchedModelOutput)
 

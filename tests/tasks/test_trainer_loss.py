@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -16,8 +17,10 @@ from torch.nn import functional
 
 from hf_trak import Span, TrakAttributor, TrakConfig
 from hf_trak.errors import ConfigMismatchError
+from hf_trak.evaluation.trainer_retraining import model_outputs
 from hf_trak.modelout_functions import GaussNewtonModelOutput, TrainerLossModelOutput
 from hf_trak.modelout_functions.draws import Draws
+from hf_trak.modelout_functions.loss import MinusLossModelOutput
 
 WEIGHTS = torch.tensor([1.0, 10.0, 0.1])
 SIZES: dict[str, Any] = {
@@ -717,3 +720,33 @@ def test_many_outputs_have_no_gauss_newton_weight(tmp_path: Path) -> None:
     own = TrakAttributor.from_trainer(trainer, config(tmp_path), task="gauss_newton")
     with pytest.raises(TypeError, match=r"depends on \d+ outputs of the model.*at most 64.*empirical"):
         own.featurize()
+
+
+class Own(nn.Module):
+    """A classifier of a class of its own, which computes its loss as models of `transformers` do."""
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.weight = nn.Embedding(20, 8), nn.Linear(8, 3), weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids).mean(1))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": functional.cross_entropy(logits, labels, weight=self.weight), "logits": logits}
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+def test_a_classifier_of_an_own_class(tmp_path: Path, weight: Tensor | None) -> None:
+    """Its task is known by its loss, which is compared; any other stays the trainer's, and `auto` has scores of it."""
+    ids, model = torch.randint(3, 20, (12, 5), generator=torch.Generator().manual_seed(1)), Own(weight)
+    given = Dataset.from_dict({"input_ids": ids.tolist(), "labels": (ids[:, 0] % 3).tolist()})
+    trainer = made(tmp_path, hf.Trainer, model, given, hf.default_data_collator)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path))
+    known = "TextClassificationModelOutput" if weight is None else "TrainerLossModelOutput"
+    assert type(own.features.task).__name__ == known
+    assert np.isfinite(own.featurize().attribute(given.select(range(2)), top_k=3)["trak_scores"][:]).all()
+    minus = model_outputs(model, given, MinusLossModelOutput(of=own.features.task), hf.default_data_collator, 1)
+    expected = functional.cross_entropy(model(ids)["logits"].detach(), ids[:, 0] % 3, weight, reduction="none")
+    np.testing.assert_allclose(-minus, expected, rtol=1e-5)
