@@ -302,9 +302,9 @@ def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments
     missing = [name for name, value in given.items() if value is None]
     if missing and not (Path(output_dir) / RECORD).is_file():
         raise IncompleteStoreError(
-            f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`. "
-            f"Set `--output_dir` to that, give {' and '.join(missing)}, or pass a published index or a copy of one as "
-            "`--index`."
+            f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`; "
+            "an index that a Python program made names neither its model nor its rows. Set `--output_dir` to that, "
+            f"give {' and '.join(missing)}, or pass a published index or a copy of one as `--index`."
         )
 
 

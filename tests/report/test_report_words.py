@@ -67,7 +67,7 @@ def test_rows_with_the_same_words_are_beside_those_of_the_attribution(own: TrakA
     assert first["bm25"][0]["row"] == 0 and {one["row"] for one in second["bm25"]} == {2, 3}
     assert first["verified"] is None
     page = write_report(run, tmp_path / "page.html").read_text()
-    assert page.count("Verbatim</h") == page.count("BM25</h") == page.count("Influence</h") == 2
+    assert page.count("Verbatim</h") == page.count("BM25, in units of its own</h") == page.count("Influence</h") == 2
     assert "One training step</h" not in page
     assert "<mark>the king lives in</mark>" in page and "<mark>gold and silver</mark>" in page
     assert "&lt;b&gt; town" in page and "<b> town" not in page
