@@ -3,12 +3,14 @@
     python benchmarks/auto.py prices --work replay
     python benchmarks/auto.py remove --work replay
     python benchmarks/auto.py calibrate --work replay
+    python benchmarks/auto.py ridges --work replay
 
 The cases are those of `replay_cases.py`. `prices` asks every method that is at hand for the best rows of all targets,
 and compares its seconds with those that `method="auto"` and `recommend` name beforehand. `remove` trains again without
 the first 1 % of the rows of each method, for each target by itself, from the same weights and in the same order.
 `calibrate` calibrates with some targets, and compares the choice with other methods on other targets, by the
-retrainings of `replay.py`. Results are kept in `--work`, and the tables of `pages/auto.md` are printed from there.
+retrainings of `replay.py`; `ridges` judges the index with other λ by them. Results are kept in `--work`, and the
+tables of `pages/auto.md` are printed from there.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from replay import SHARES, bank
 from replay_cases import CASES, Case
 from transformers.utils import logging as transformers_logging
 
-from hf_trak import Exact, Replay, TrakAttributor, TrakConfig
+from hf_trak import Exact, Index, Replay, TrakAttributor, TrakConfig
 from hf_trak.callbacks import TrakCallback
 from hf_trak.evaluation import (
     TrainerRetraining,
@@ -144,12 +146,24 @@ def calibrate(case: Case, work: Path, place: Path) -> None:
     path.write_text(json.dumps({"choices": {name: str(one) for name, one in chosen.items()}, **results}, indent=1))
 
 
+def ridges(case: Case, work: Path, place: Path) -> None:
+    """Judge the index with one λ after the other, for all targets."""
+    _, targets = case.split()
+    banks = {name: found for name, share in SHARES.items() if (found := bank(case, work / place.name, share, 0, True))}
+    attributor, results = fresh(case, place / "auto-ridges", False), dict[str, list[float]]()
+    for ridge in (0.3, 3.0, 10.0, 30.0, 100.0, 1000.0):
+        found = attributor.attribute(targets, top_k=None, method=Index(lambda_relative=ridge))
+        scores = np.array(found["trak_scores"]).T
+        results[f"{ridge:g}"] = [round(evaluate_lds(scores, *truth).mean.value, 3) for truth in banks.values()]
+    (place / "ridges.json").write_text(json.dumps(results, indent=1))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def table(command: str, work: Path, names: list[str]) -> None:
     """Print what is known."""
-    file = {"prices": "prices.json", "remove": "removed.json", "calibrate": "calibrated.json"}[command]
+    file = {"remove": "removed.json", "calibrate": "calibrated.json"}.get(command, f"{command}.json")
     for name in names:
         path = work / name / file
         if path.exists():
@@ -159,7 +173,7 @@ def table(command: str, work: Path, names: list[str]) -> None:
 
 
 def main() -> None:
-    commands = {"prices": prices, "remove": remove, "calibrate": calibrate}
+    commands = {"prices": prices, "remove": remove, "calibrate": calibrate, "ridges": ridges}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=commands)
     parser.add_argument("--work", type=Path, default=Path("replay"), help="directory of trainings and scores")

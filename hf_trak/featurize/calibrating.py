@@ -34,10 +34,10 @@ from hf_trak.trajectory.record import RECORD_FILE, RunRecord
 
 logger = logging.getLogger(__name__)
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 """Raised whenever other methods are judged, or in another way."""
 
-RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """λ of the index that are tried beside that of the configuration."""
 
 DAMPINGS = (0.1, 0.01, 1.0, 10.0)
