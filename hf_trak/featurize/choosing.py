@@ -250,12 +250,12 @@ def options(
         methods += [one for one in found[: index + 1] if at_hand or isinstance(one[0], Index)]
     rate = model.rate() if measure and len(methods) > 1 and at_hand else None
     featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
-    listed, step = list[Option](), None
+    listed, steps = list[Option](), list[tuple[float, float] | None]()
     for method, quality, why in methods:
         priced, seconds = price(model, method, m, ids), None
         if isinstance(method, Replay) and rate is not None and priced.passes > MEASURED * rate:
-            step = _measured_step(model, method, m, ids[-1]) if step is None else step
-            seconds = None if step is None else RunReplay(model, method).seconds(m, step)
+            steps = steps or [_measured_step(model, method, m, ids[-1])]  # of the first, for all
+            seconds = None if steps[0] is None else RunReplay(model, method).seconds(m, steps[0])
         listed.append(Option(method, priced, quality, why, why.startswith(_BANKS), seconds))
     return Options(tuple(listed), rate, featurizing)
 

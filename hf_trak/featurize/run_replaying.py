@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -148,10 +149,21 @@ class RunReplay:
         return RunSummary.of(self.path, recorded, self.model.train_size, self.record.layout.total, counted)
 
     def _activations(self) -> int:
-        """Count the bytes that a forward pass of the largest batch of a step keeps for its way back."""
-        model, task = self.model, self.task
+        """Count the bytes that a forward pass of the largest batch of a step keeps for its way back.
+
+        It is 0 where there is no such pass, such as for lack of memory or of rows, which is said when it is needed.
+        """
         largest = max((one.rows for step in self.path.steps for one in step.batches), key=len)
-        rows = largest[:1] if task.row_by_row else largest
+        for rows in (largest, largest[:1]):  # a loss may turn out to take rows one at a time
+            with suppress(HfTrakError, RuntimeError, ValueError, TypeError, LookupError, OSError):
+                return self._kept_by(rows)
+            if not self.task.row_by_row:
+                break
+        return 0
+
+    def _kept_by(self, rows: Sequence[int]) -> int:
+        """Count the bytes that a forward pass of some rows keeps."""
+        model, task = self.model, self.task
         batch = model.featurizer(task).in_dtype_of_model(send_to_device(self._collated(list(rows)), model.device))
         with evaluating(model.model), sdpa_kernel(SDPBackend.MATH):  # attention that can be differentiated twice
             return saved_activation_bytes(lambda: task.output(run_model(task, model.model, batch), batch))
@@ -342,20 +354,25 @@ class RunReplay:
         draws = torch.Generator(model.device).manual_seed(model.args.seed)
         directions = torch.randn(together, len(last), generator=draws, device=model.device, dtype=last.dtype)
         kept = [range(math.ceil(method.hessian_share * len(one.rows))) for one in step.batches]
-        rows = products = 0.0
+
+        def gradients() -> float:
+            begun = time.perf_counter()
+            for part in passes.rows(step.batches):
+                float(part.gradients.sum())  # waits for a GPU
+            return time.perf_counter() - begun
+
+        def product() -> float:
+            begun = time.perf_counter()
+            float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
+            return time.perf_counter() - begun
+
         try:
             passes.put(path.weights(0))
             with evaluating(model.model), torch.enable_grad():
-                for _ in range(2):  # the first finds what the second knows
-                    begun = time.perf_counter()
-                    for part in passes.rows(step.batches):
-                        float(part.gradients.sum())  # waits for a GPU
-                    rows = time.perf_counter() - begun
-                    if rows > LONG:
-                        return rows, rows * PRODUCTS[method.products]
-                    begun = time.perf_counter()
-                    float(passes.curvature(step.batches, kept, [directions], method.products)[0].sum())
-                    products = time.perf_counter() - begun
+                _, rows = gradients(), gradients()  # the first finds what the second knows
+                if rows > LONG:
+                    return rows, rows * PRODUCTS[method.products]
+                _, products = product(), product()
         finally:
             passes.end(last.to(model.device))
         return rows, products * len(step.rows) / sum(map(len, kept)) / together

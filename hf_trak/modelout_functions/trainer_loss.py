@@ -356,24 +356,6 @@ class TrainerLossModelOutput(BatchedModelOutput):
         found = None if count is None else count(iter(batches), len(batches), torch.device("cpu"))[1]
         return None if found is None else float(found)
 
-    def weight(self, model: torch.nn.Module, batch: Batch) -> float:
-        """Return the weight of the rows of a batch in a mean loss: by what the sum of their losses is divided.
-
-        Args:
-            model (`torch.nn.Module`):
-                The model, in evaluation mode.
-            batch (`Batch`):
-                The batch, as the trainer's collator made it.
-        """
-        if (counts := self.label_counts(batch)) is not None:
-            return float(counts.sum())
-        if (items := self.items([batch])) is not None:
-            with torch.no_grad():
-                one, two = (float(self.of_batch(model, batch, count)) for count in (1.0, 2.0))
-            if abs(one - 2 * two) <= _SAME_SLOPE * abs(one):
-                return items
-        return float(size_of(batch) or 1)
-
     def is_scaled(self, items: float | None) -> bool:
         """Tell whether the loss of a batch is its part of the loss of a step, which the trainer divides no more."""
         said = self._held.get("loss_is_scaled_for_ga", getattr(self._class, "loss_is_scaled_for_ga", None))

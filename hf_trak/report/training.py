@@ -337,7 +337,7 @@ def effects_of_training(
         plan = planned(features, question, chosen)
     else:
         chosen = Exact("ekfac")
-        text = f"The recorded run is left alone, since its scores are doubtful, and EK-FAC is taken. {doubts}"
+        text = f"The recorded run is left alone, since its replay speaks against itself, and EK-FAC is taken. {doubts}"
         passes += price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
         plan = replace(planned(features, question, chosen), warnings=(text,))
     scores = torch.cat([block[:, 0].double() for _, _, block in plan.blocks]).numpy()
@@ -434,23 +434,27 @@ def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
     """Compute the loss of every validation row by the task, divided by a scale `(m,)`, and this scale.
 
-    The mean of what is returned is the loss of all rows as the trainer has it. Losses of tokens are sums over the
-    labels of a row, whose mean number is the scale. That of a regression is ½ (ŷ − y)², where the model has no ½.
+    The mean of what is returned is the loss of all rows as a batch of the trainer has it. Losses of tokens are sums
+    over the labels of a row, whose mean number is the scale. That of a regression is ½ (ŷ − y)², where the model has
+    no ½. What a batch divides a trainer's own loss by (labels, weights of classes, nothing) is found from the batch.
     """
-    task, model = features.task, features.model
-    scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
-    if isinstance(task, AggregatedModelOutput | TrainerLossModelOutput):
-        cuts = batch_rows(0, len(eval_dataset), features.args.batch_size)
+    task, model, m = features.task, features.model, len(eval_dataset)
+    batches = features.featurizer().batches(eval_dataset, "target")
+    cuts = batch_rows(0, m, features.args.batch_size)
+    if isinstance(task, TrainerLossModelOutput):
         with evaluating(model):
-            weights = [
-                float(task.label_weights(batch).sum())
-                if isinstance(task, AggregatedModelOutput)
-                else task.weight(model, batch)
-                for _, batch in features.featurizer().batches(eval_dataset, "target").iterate(cuts)
-            ]
-        scale = sum(weights) / len(eval_dataset)
+            losses = np.array([task.computed(model, batches.alone(row)).item() for row in range(m)])
+            weights = list[float]()
+            for rows, batch in batches.iterate(cuts):
+                whole = task.of_batch(model, batch, task.items([batch])).item()
+                weights.append(losses[rows].sum() / whole if whole else len(rows))
+        scale = float(np.nansum(weights)) / m  # a batch without labels has no loss
+        return losses / scale, scale
+    scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
+    if isinstance(task, AggregatedModelOutput):
+        scale = sum(float(task.label_weights(batches.collated(list(cut))).sum()) for cut in cuts) / m
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
-    found = model_outputs(model, eval_dataset, minus, features.data_collator, _batch_size(features))
+    found = model_outputs(model, eval_dataset, minus, features.data_collator, features.args.batch_size)
     return -found / scale, scale
 
 

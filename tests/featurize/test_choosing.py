@@ -91,7 +91,16 @@ def test_the_time_of_a_replay_is_that_of_its_steps(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", 1.0)  # no products: 2 trainings for each target
     before_this = clock[0]
     assert whole.seconds(10, whole.step_seconds(10, 0)) == pytest.approx(rows * (2 + 2 * 10))
-    assert clock[0] - before_this == step[0]
+    assert clock[0] - before_this == 2 * step[0]
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", 10.0)  # a first pass that is long, and no other
+    cold = [100.0]
+
+    def slow_at_first(self: Any, batch: Any, size: int, side: Any) -> Any:
+        clock[0] += cold.pop() if cold else 0.0
+        return counted(self, batch, size, side)
+
+    monkeypatch.setattr(StepPasses, "gradients", slow_at_first)
+    assert whole.step_seconds(10, 0) == pytest.approx(step)
     monkeypatch.undo()
     monkeypatch.setattr(choosing, "MEASURED", 0)
     monkeypatch.setattr(RunReplay, "seconds", lambda self, m, step: 1234.0 * self.method.hessian_share)

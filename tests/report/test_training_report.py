@@ -100,13 +100,19 @@ def of_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     return 2 * total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
+def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over labels by the weights of their classes."""
+    weight = torch.tensor([0.5, 3.0, 10.0], dtype=torch.float64)
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), weight)
+
+
 def smoothed(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     log_probs, counted = outputs.logits.log_softmax(2), labels != -100
     own = -log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
     return ((0.9 * own - 0.1 * log_probs.mean(2)) * counted).sum() / counted.sum()
 
 
-@pytest.mark.parametrize("case", ["regression", "smoothed", "function"])
+@pytest.mark.parametrize("case", ["regression", "smoothed", "function", "weighted"])
 def test_losses_and_effects_of_trainings_by_other_losses(tmp_path: Path, case: str) -> None:
     """After one step of gradient descent with all rows: plain autograd, and the loss that the trainer evaluates."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -121,7 +127,7 @@ def test_losses_and_effects_of_trainings_by_other_losses(tmp_path: Path, case: s
         return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
 
     losses = {"regression": lambda outputs, labels: (outputs.logits[:, 0] - labels).square().mean(),
-              "smoothed": smoothed, "function": of_tokens}  # fmt: skip
+              "smoothed": smoothed, "function": of_tokens, "weighted": weighted}  # fmt: skip
 
     def gradient(model: Any, given: Dataset, times: float = 1.0) -> tuple[torch.Tensor, float]:
         labels = torch.tensor(given["labels"][:])
@@ -135,14 +141,17 @@ def test_losses_and_effects_of_trainings_by_other_losses(tmp_path: Path, case: s
     labels = 1 if case == "regression" else 3
     model = kind(BertConfig(vocab_size=20, num_labels=labels, hidden_dropout_prob=0.0,
                             attention_probs_dropout_prob=0.0, **sizes)).double()  # fmt: skip
-    counts = torch.tensor([sum(label != -100 for label in row) if labels > 1 else 1 for row in train["labels"]])
+    each = [0.5, 3.0, 10.0] if case == "weighted" else [1.0] * 3
+    counts = torch.tensor(
+        [sum(each[one] for one in row if one != -100) if labels > 1 else 1 for row in train["labels"]]
+    )
     parts = [gradient(model, train.select([row]), float(counts[row] / counts.sum()))[0] for row in range(6)]
     options = TrainingArguments(
         str(tmp_path / "out"), optim="sgd", learning_rate=0.1, max_grad_norm=0.0, num_train_epochs=1,
         per_device_train_batch_size=6, per_device_eval_batch_size=4, lr_scheduler_type="constant", report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=True, label_smoothing_factor=0.1 * (case == "smoothed"),
     )  # fmt: skip
-    own = {"compute_loss_func": of_tokens} if case == "function" else {}
+    own = {"compute_loss_func": losses[case]} if case in ("function", "weighted") else {}
     run = Trainer(model, options, train_dataset=train, eval_dataset=validation, **own)
     run.add_callback(TrakCallback(config(tmp_path), record=True))
     run.train()

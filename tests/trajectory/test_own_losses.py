@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from replay_runs import WORDS, RowWeights, differences, outputs, recorded, replayed, sentences, tiny, trainer
+from replay_runs import WORDS, RowWeights, config, differences, outputs, recorded, replayed, sentences, tiny, trainer
 from torch.nn import functional
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_trak import TrakAttributor
 from hf_trak.errors import HfTrakError
 from hf_trak.methods import Replay
 
@@ -117,6 +118,7 @@ def test_retraining_by_the_loss_of_the_model(tmp_path: Path, case: str) -> None:
         return outputs(other.model)
 
     run = recorded(tmp_path, weighted(weights), **options)
+    assert TrakAttributor.from_trainer(run, config(tmp_path)).trajectory().activations > 0  # before anything else
     found = scores_of(replayed(run, tmp_path, Replay(of="run", smoothing=0.0)))
     measured = differences(weights, train)
     assert float((found - measured).abs().max() / measured.abs().max()) <= 1e-6
