@@ -28,7 +28,7 @@ from hf_trak.evaluation.review import (
     repeated_rows,
     without_effect,
 )
-from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
+from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.choosing import doubt
@@ -36,6 +36,8 @@ from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
 from hf_trak.featurize.run_replaying import RunReplay
+from hf_trak.gradient_computers.base import run_model
+from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.methods import Exact, Method, Replay, checked_method
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
@@ -440,7 +442,7 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
     """
     task, model, m = features.task, features.model, len(eval_dataset)
     batches = features.featurizer().batches(eval_dataset, "target")
-    cuts = batch_rows(0, m, features.args.batch_size)
+    cuts = list(batch_rows(0, m, features.args.batch_size))
     if isinstance(task, TrainerLossModelOutput):
         with evaluating(model):
             losses = np.array([task.computed(model, batches.alone(row)).item() for row in range(m)])
@@ -453,8 +455,12 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
     scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
     if isinstance(task, AggregatedModelOutput):
         scale = sum(float(task.label_weights(batches.collated(list(cut))).sum()) for cut in cuts) / m
-    minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
-    found = model_outputs(model, eval_dataset, minus, features.data_collator, features.args.batch_size)
+    featurizer = features.featurizer(minus := MinusLossModelOutput(of=task))  # type: ignore[arg-type]  # `_question`
+    found = np.empty(m)
+    with evaluating(model), pass_settings(model), torch.no_grad():
+        for rows, batch in featurizer.batches(eval_dataset, "target").iterate(cuts):
+            given = featurizer.in_dtype_of_model(batch)
+            found[rows] = minus.output(run_model(minus, model, given), given, "target").double().cpu()
     return -found / scale, scale
 
 
