@@ -151,7 +151,7 @@ class RunReplay:
     def _activations(self) -> int:
         """Count the bytes that a forward pass of the largest batch of a step keeps for its way back.
 
-        It is 0 where there is no such pass, such as for lack of memory or of rows, which is said when it is needed.
+        It is 0 if that fails, for lack of memory or of rows: whatever needs the pass says so.
         """
         largest = max((one.rows for step in self.path.steps for one in step.batches), key=len)
         for rows in (largest, largest[:1]):  # a loss may turn out to take rows one at a time
