@@ -33,8 +33,7 @@ from hf_trak.evaluation import evaluate_lds
 from hf_trak.methods import Replay
 
 CASES = {
-    **{f"m{m} f{f:g}": {"m": m, "share": f} for m in (1, 10, 50) for f in (0.1, 0.2, 0.5, 1)},
-    **{f"m40 f{f:g}": {"m": 40, "share": f} for f in (0.2, 1)},
+    **{f"m{m} f{f:g}": {"m": m, "share": f} for m in (1, 10, 40) for f in (0.1, 0.2, 0.5, 1)},
     "m10 f1 in two processes": {"m": 10, "share": 1.0},
     "m10 f0.2 T20": {"m": 10, "share": 0.2, "epochs": 1},
     "m10 f0.2 T120": {"m": 10, "share": 0.2, "epochs": 6},
