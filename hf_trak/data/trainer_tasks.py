@@ -75,8 +75,7 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
     first = first_rows(trainer, model, rows, collator if of is None else of.collator(collator))
     if why is None and given != "trainer_loss":
         if name is None and first is not None and (guess := _guessed(trainer, model, first)) is not None:
-            wrapped = {None: lambda task: task, "loss": LossModelOutput, "gauss_newton": GaussNewtonModelOutput}
-            return wrapped[given](TASKS_OF_MODELS[guess]())
+            return guess if given is None else _loss_of(TASKS_OF_MODELS[guess](), given)
         if name is None:
             why = "no task is known for the model"
         elif first is None or not isinstance(of, HasLoss) or (why := _difference(trainer, model, of, first)) is None:
@@ -124,12 +123,17 @@ def _of_a_known_loss(trainer: Any, rows: Any, given: Task | None, why: str | Non
     """Return the loss of a trainer of TRL by its task; refuse any other, where rows cannot be taken one at a time."""
     made = trainer_task(trainer, rows)
     if why is None and made is not None and given != "trainer_loss":
-        return GaussNewtonModelOutput(made) if given == "gauss_newton" else LossModelOutput(made)
+        return _loss_of(made, given)
     raise ValueError(
         f"`compute_loss` of a {type(trainer).__name__} does not take rows one at a time, and "
         f"{why or '`trainer_loss` is asked for'}. Expected the loss of a {kind_of(trainer)} of TRL. "
         f"Pass `task={type(made).__name__}(...)`, which is that, or one of your own."
     )
+
+
+def _loss_of(task: Any, given: Task | None) -> Task:
+    """Return the loss of a task, or its Gauss-Newton form if that is asked for."""
+    return GaussNewtonModelOutput(task) if given == "gauss_newton" else LossModelOutput(task)
 
 
 def _owner(trainer: Any) -> type:

@@ -455,8 +455,8 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
     scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
     if isinstance(task, AggregatedModelOutput):
         scale = sum(float(task.label_weights(batches.collated(list(cut))).sum()) for cut in cuts) / m
-    featurizer = features.featurizer(minus := MinusLossModelOutput(of=task))  # type: ignore[arg-type]  # `_question`
-    found = np.empty(m)
+    minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
+    featurizer, found = features.featurizer(minus), np.empty(m)
     with evaluating(model), pass_settings(model), torch.no_grad():
         for rows, batch in featurizer.batches(eval_dataset, "target").iterate(cuts):
             given = featurizer.in_dtype_of_model(batch)
