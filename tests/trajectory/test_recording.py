@@ -1,6 +1,7 @@
 """The record of real `Trainer` runs: what it holds, that training does not notice, and what kills and damage do."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreErro
 from hf_trak.store.atomic import leftovers
 from hf_trak.trajectory.record import RunRecord, trained_weights, verify_record
 from hf_trak.trajectory.recorder import check_moments
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums of several threads have other bits, and processes that are killed have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Seen(TrainerCallback):
