@@ -232,12 +232,20 @@ def test_auto_takes_the_record_of_the_run_that_ended_with_these_weights(tmp_path
 def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypatch) -> None:
     attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path, budget="best")).featurize()
 
+    calls = list[str]()
+
     def failed(*given: Any) -> None:
         raise NonFiniteError("The derivatives are NaN.")
 
+    def measured(*given: Any) -> None:
+        calls.append("step")
+        failed()
+
     monkeypatch.setattr(choosing, "planned", failed)
     monkeypatch.setattr(choosing, "MEASURED", 0)
-    monkeypatch.setattr(RunReplay, "step_seconds", failed)
+    monkeypatch.setattr(RunReplay, "step_seconds", measured)
+    attributor.recommend(4)
+    assert calls == ["step"]  # for the whole run and half of it
     monkeypatch.setattr(choosing, "of_banks", lambda method, kind: [0.1] if isinstance(method, Index) else [])
     assert np.array_equal(scores_of(attributor, top_k=5), scores_of(attributor, top_k=5, method="index"))
     assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text

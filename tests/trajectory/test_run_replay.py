@@ -1,5 +1,6 @@
 """Replays of recorded `Trainer` runs against retraining, kills, and what is refused."""
 
+import dataclasses
 import re
 import shutil
 from dataclasses import replace
@@ -176,7 +177,7 @@ def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-8)
 
 
-def test_what_there_is_of_a_run(tmp_path: Path) -> None:
+def test_what_there_is_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path, every=4)
     found = TrakAttributor.from_trainer(run, config(tmp_path)).trajectory()
     assert (found.steps, found.rows, found.states, found.gap) == (9, 3 * ROWS, 4, 4)
@@ -190,6 +191,13 @@ def test_what_there_is_of_a_run(tmp_path: Path) -> None:
     assert 8 * inputs < found.activations < 8 * 8 * inputs
     assert found.memory(8) - found.memory(1) > 7 * 2 * found.activations
     assert found.memory(8) - found.memory(8, 0.01) > 8 * 2 * found.activations  # a row has a product, not the batch
+
+    def failed(*given: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("hf_trak.featurize.run_replaying.run_model", failed)
+    again = TrakAttributor.from_trainer(run, config(tmp_path)).trajectory()
+    assert again == dataclasses.replace(found, activations=0)
 
 
 @pytest.mark.slow
