@@ -397,13 +397,13 @@ def model_outputs(
     columns = [*forward_columns(model), *chosen.batch_columns] if remove_unused_columns else None
     device = next(model.parameters()).device
     batches = RowBatches(dataset, collator, columns=columns, device=device)
-    found = np.empty(len(dataset))
+    found = []
     chosen.bind(model)
     with evaluating(model), pass_settings(model):
         for numbers, batch in batches.iterate(batch_rows(0, len(dataset), batch_size)):
             values = chosen.output(run_model(chosen, model, batch), batch, "target")
-            found[numbers] = one_per_sample(values, len(numbers), chosen).detach().double().cpu()
-    return found
+            found.append(one_per_sample(values, len(numbers), chosen).double().cpu())
+    return torch.cat(found).numpy()
 
 
 @contextmanager
