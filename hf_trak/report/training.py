@@ -198,18 +198,18 @@ class TrainingReport(Result):
         if not self.relative:
             return ""
         return (
-            f"As changes of the loss, effects would leave less than 0 of it without the {self.most:,} most harmful "
-            "rows, and no such loss is below 0. They are given relative to the largest: their order tells something."
+            f"Without the {self.removed:,} most harmful rows, effects would predict a loss that is below 0, where no "
+            "such loss can be. They are given relative to the largest, and only their order tells something."
         )
 
     @property
-    def most(self) -> int:
-        """Return the number of the most harmful rows that a proof leaves out."""
+    def removed(self) -> int:
+        """Return how many of the most harmful rows a proof leaves out."""
         return max(1, round(PROVED * len(self.effects)))
 
     def scaled(self) -> "TrainingReport":
         """Return the report, with effects relative to the largest if a loss without harmful rows were below 0."""
-        left = self.loss - float(self.effects[self.harmful(self.most)].sum())
+        left = self.loss - float(self.effects[self.harmful(self.removed)].sum())
         if self.loss < 0 or left >= 0:
             return self
         by = float(np.abs(self.effects).max())
@@ -374,7 +374,7 @@ def effects_of_training(
         warnings=plan.warnings,
         earlier=earlier,
     )
-    harmful_rows = found.harmful(found.most)
+    harmful_rows = found.harmful(found.removed)
     if make_trainer is None or not harmful_rows:
         return found.scaled()
     task = MinusLossModelOutput(of=features.task)  # type: ignore[arg-type]  # `_question` has looked
