@@ -23,7 +23,15 @@ from hf_trak.data.rows import Collator, attribute_of
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.retraining import ReplayCheck, check_by_retraining
-from hf_trak.evaluation.review import MOST_FALSE_DOUBTS, class_column, doubted_labels, repeated_rows, review_table
+from hf_trak.evaluation.review import (
+    MOST_FALSE_DOUBTS,
+    class_column,
+    doubted_labels,
+    most_harmful,
+    repeated_rows,
+    review_table,
+    warn_of_price,
+)
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
@@ -770,11 +778,12 @@ class TrakAttributor:
                 f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
                 "its rows. Convert them, such as with `Dataset.from_list`."
             )
-        chosen = Exact()  # the index finds few wrong labels: it compares rows for one target alone
+        chosen, features = Exact(), self.features  # the index finds few wrong labels: it compares rows for one target
+        warn_of_price(features, chosen)
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
-        doubted, false = doubted_labels(self.features, np.flatnonzero(effects < 0), eval_dataset, chosen)
+        doubted, false = doubted_labels(features, most_harmful(effects), eval_dataset, chosen)
         label = class_column(rows)
-        repeated = repeated_rows(self.features.row_batches(rows, "train"), label)
+        repeated = repeated_rows(features.row_batches(rows, "train"), label)
         return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)
 
     def show(self, target: int, **options: Any) -> "TargetDisplay":

@@ -133,8 +133,9 @@ def build(
         task=found.task,
     )
     built = Built(attributor, found.preparation)
-    if saved:
-        remember(built, model_args, data, write=False)
+    if saved:  # an index that Python made has no record until a command names its model and its rows
+        made = not (Path(trak.output_dir) / RECORD).is_file()
+        remember(built, dataclasses.replace(model_args, checkpoints=None) if made else model_args, data, write=made)
     return built
 
 
@@ -209,7 +210,8 @@ def begin(
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Begin a command that uses a run, and let only the first process print.
 
-    Arguments that are not given are those that `hf-trak featurize` has recorded in `output_dir`.
+    Arguments that are not given are those that `hf-trak featurize` has recorded in `output_dir`; of an index that a
+    Python program made, those that define its features.
 
     Args:
         kinds: the dataclasses to fill, [`TrakConfig`] among them.
@@ -302,9 +304,9 @@ def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments
     missing = [name for name, value in given.items() if value is None]
     if missing and not (Path(output_dir) / RECORD).is_file():
         raise IncompleteStoreError(
-            f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`; "
-            "an index that a Python program made names neither its model nor its rows. Set `--output_dir` to that, "
-            f"give {' and '.join(missing)}, or pass a published index or a copy of one as `--index`."
+            f"{output_dir!r} holds no run: {RECORD} is missing. Expected the output directory of `hf-trak featurize`, "
+            f"or {' and '.join(missing)}, too, for an index that Python made (the rows as the trainer saw them, saved "
+            "by `save_to_disk`). Give them, set `--output_dir`, or pass an index as `--index`."
         )
 
 

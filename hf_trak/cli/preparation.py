@@ -29,6 +29,7 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
+from hf_trak.runtime.progress import with_column
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
 
 def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
     if any(column in rows.column_names for column in READY):
-        return _ready(task, rows, name, revision)
+        return _ready(model, task, rows, args, name, revision)
     if task in _IMAGE_TASKS:
         column = image_column(rows.features, args.image_column)
         label = label_column(rows.features, args.label_column)
@@ -233,10 +234,18 @@ def _as_rgb(image: Any, column: str) -> Any:
     return image.convert("RGB")
 
 
-def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
-    """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them."""
+def _ready(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
+    """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them.
+
+    Targets may be texts. They are tokenized if the texts of the training rows then become the tokens that these have.
+    """
 
     def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+        if not any(column in data.column_names for column in READY):
+            ready = [column for column in READY if column in rows.column_names]
+            how = _chosen(model, task, data if labelled else rows.remove_columns(ready), args, name, revision)
+            _check_same_tokens(rows, how, task)
+            return how.prepare(data, labelled)
         if labelled:
             _check_label_columns(task, data)
         return data
@@ -248,6 +257,34 @@ def _ready(task: str, rows: Dataset, name: str, revision: str) -> Preparation:
     except (OSError, ValueError):  # a model without a tokenizer: rows of one length need none
         return Preparation(prepare)
     return Preparation(prepare, _collator(tokenizer, rows), tokenizer)
+
+
+def _check_same_tokens(rows: Dataset, how: Preparation, task: str) -> None:
+    """Refuse to tokenize targets in another way than the training rows were, of which 32 are compared.
+
+    Args:
+        rows: the training rows, with tokens.
+        how: the preparation of the targets.
+        task: name of the task.
+    """
+    texts = how.columns.text_columns or []
+    remedy = "Expected targets that the model accepts as they are. Save them with `save_to_disk`."
+    if not texts or "input_ids" not in rows.column_names or not set(texts) <= set(rows.column_names):
+        raise ValueError(
+            f"The training rows have the columns {rows.column_names}, ready for the model, and the targets have "
+            f"{texts or 'others'}, which these do not have to compare with. {remedy}"
+        )
+    some = evenly_spaced(rows, 32)
+    made = how.prepare(some.select_columns(texts), labelled=task not in _TEXT_TASKS)
+    names = [name for name in ("input_ids", "labels") if name in made.column_names and name in rows.column_names]
+    for index, (row, again) in enumerate(zip(some, made, strict=True)):
+        seen = row.get("attention_mask") or [1] * len(row["input_ids"])
+        if any([one for one, there in zip(row[name], seen, strict=True) if there] != again[name] for name in names):
+            raise ValueError(
+                f"The training rows were tokenized in another way than {texts} of the targets would be: row {index} "
+                f"of {len(some)} that were compared has {len(row['input_ids'])} tokens, and its text gives "
+                f"{len(again['input_ids'])} (`max_length` is one reason). {remedy}"
+            )
 
 
 def _check_label_columns(task: str, rows: Dataset) -> None:
@@ -365,7 +402,7 @@ def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dat
     one_each = sorted(known.values()) == list(range(len(ids))) and len({*given}) == len(given)
     if None not in numbers and one_each:
         labels = [numbers[label] if label is not None and label >= 0 else label for label in rows["labels"]]
-        return rows.remove_columns(["labels"]).add_column("labels", labels, feature=ClassLabel(names=in_order))
+        return with_column(rows.remove_columns(["labels"]), "labels", labels, feature=ClassLabel(names=in_order))
     logger.warning(
         "The classes of the rows are %s, and those of the model %s. Expected the same names: the numbers of the "
         "labels are taken as they are.",
@@ -377,7 +414,7 @@ def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dat
 
 def _without(rows: Dataset, column: str) -> Dataset:
     """Take labels away that the model's own predictions stand for."""
-    return rows.remove_columns([name for name in (column, "labels") if name in rows.column_names])
+    return rows.remove_columns([name for name in {column, *LABELS} if name in rows.column_names])
 
 
 _BUILDERS = {

@@ -13,6 +13,7 @@ from hf_trak.config import TrakConfig
 from hf_trak.data.columns import LABELS, PREDICTED, is_text
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.report.run import AttributionRun
+from hf_trak.runtime.progress import with_column
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import safe_name
 
@@ -113,7 +114,7 @@ def _as_attributed(scored: Dataset, target: Dataset, prepare: Callable[..., Data
         return prepare(target)
     bare = prepare(target, labelled=False)
     bare = bare.remove_columns([name for name in LABELS if name in bare.column_names])
-    return bare.add_column(label, scored[label][:], feature=scored.features[label])
+    return with_column(bare, label, scored[label][:], feature=scored.features[label])
 
 
 def _rows_of_run(scored: Dataset, directory: Path, wanted: VerifyArguments, targets: Dataset) -> list[int]:

@@ -18,6 +18,7 @@ from hf_trak.modelout_functions.completions import CompletionModelOutput
 from hf_trak.modelout_functions.dpo import DPOModelOutput
 from hf_trak.modelout_functions.kto import KTOModelOutput
 from hf_trak.runtime.processes import Processes
+from hf_trak.runtime.progress import with_column
 from hf_trak.runtime.sharding import is_sharded
 from hf_trak.store.atomic import json_bytes, read_json, write_bytes
 from hf_trak.weights.adapters import adapter_tensors
@@ -77,7 +78,7 @@ def with_references(trainer: Any, rows: Any, output_dir: str | Path, use_cpu: bo
 
     found = processes.broadcast_from_main(columns)
     for name in missing:
-        rows = rows.add_column(name, found[name])
+        rows = with_column(rows, name, found[name])
     return rows
 
 

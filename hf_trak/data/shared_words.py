@@ -1,7 +1,7 @@
 """Words that texts share: the longest sequences of them, and BM25.
 
-Both look at words alone, so that they show what an attribution adds to a search. Case, punctuation and the way in
-which a letter with marks is encoded do not count.
+Both look at words alone, so that they show what an attribution adds to a search. Case, punctuation, the names of roles
+in a chat and the way in which a letter with marks is encoded do not count.
 """
 
 import re
@@ -29,7 +29,15 @@ _WORD = re.compile(  # no mark and no joiner comes before U+0300, which is seen 
     rf"|[{_CHARACTERS}][{_MARKS}]*"
 )
 
+_ROLE = re.compile(r"^(?:system|user|assistant|tool)(?=:|$)", re.MULTILINE)
+"""Names of those who speak in a chat, at the beginning of a turn as reports and chat templates write it."""
+
 _BETWEEN, _UNKNOWN = -1, -2  # numbers of no word, which are equal to none that is looked for
+
+
+def _without_roles(text: str) -> str:
+    """Blank out the names of those who speak, which all chats share and nobody says."""
+    return _ROLE.sub(lambda found: " " * len(found[0]), text)
 
 
 def _folded(word: str) -> str:
@@ -53,7 +61,7 @@ class Words:
         Args:
             text: the text.
         """
-        found = list(_WORD.finditer(text))
+        found = list(_WORD.finditer(_without_roles(text)))
         return cls(tuple(_folded(one[0]) for one in found), tuple(one.span() for one in found))
 
 
@@ -93,7 +101,7 @@ class WordIndex:
         """
         numbers, parts, lengths = _Numbers(), [np.array([_BETWEEN], dtype=np.int32)], list[int]()
         for text in texts:
-            found = _WORD.findall(text)
+            found = _WORD.findall(_without_roles(text))
             lengths.append(len(found))
             parts.append(np.fromiter(map(numbers.__getitem__, found), np.int32, len(found)))
             parts.append(parts[0])

@@ -22,6 +22,7 @@ from hf_trak.evaluation.intervals import (
     quantile_interval,
 )
 from hf_trak.runtime.checks import required
+from hf_trak.runtime.progress import with_column
 
 
 @dataclass(frozen=True)
@@ -150,5 +151,5 @@ def with_wrong_labels(
         labels[row] = others[rng.integers(len(others))]
     feature = dataset.features[label_column]
     place = dataset.column_names
-    replaced = dataset.remove_columns([label_column]).add_column(label_column, labels, feature=feature)
+    replaced = with_column(dataset.remove_columns([label_column]), label_column, labels, feature=feature)
     return replaced.select_columns(place), changed

@@ -23,10 +23,13 @@ from numpy.typing import ArrayLike
 from hf_trak.data.columns import LABELS
 from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
+from hf_trak.featurize.calibration import named
+from hf_trak.featurize.choosing import MINUTE, seconds_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
+from hf_trak.runtime.progress import duration, with_column
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.selection import SELECTION_COLUMNS
@@ -49,6 +52,10 @@ _HARM = 2.0
 
 _NONE = 1e-3
 """Part of the largest effect below which a row has none."""
+
+_MOST_DOUBTED = 256
+_SHARE_DOUBTED = 0.01
+"""Number, or share of all rows if that is more, of the most harmful rows whose labels are looked at."""
 
 _CONTROLS = 64
 """Validation rows on which the rule for wrong labels is tried."""
@@ -99,13 +106,13 @@ def review_table(
     for row in suggested:
         reasons[row], actions[row] = "rows like it have another label", "relabel" if relabel else "look"
     table = plain.rename_columns({name: f"{_OWN}{name}" for name in _COLUMNS if name in plain.column_names})
-    table = table.add_column(INDEX, np.arange(len(plain)), feature=Value("int64"))
-    table = table.add_column(EFFECT, values.astype(np.float32), feature=Value("float32"))
-    table = table.add_column(REASON, reasons, feature=Value("string"))
-    table = table.add_column(ACTION, actions, feature=Value("string"))
+    table = with_column(table, INDEX, np.arange(len(plain)), feature=Value("int64"))
+    table = with_column(table, EFFECT, values.astype(np.float32), feature=Value("float32"))
+    table = with_column(table, REASON, reasons, feature=Value("string"))
+    table = with_column(table, ACTION, actions, feature=Value("string"))
     if label_column is not None:
         labels = [suggested.get(row) for row in range(len(table))]
-        table = table.add_column(LABEL, labels, feature=rows.features[label_column])
+        table = with_column(table, LABEL, labels, feature=rows.features[label_column])
     return table if rows.format["type"] is None else table.with_transform(_AsStored(rows.format))
 
 
@@ -227,6 +234,45 @@ def wrong_labels(sums: ArrayLike, own: ArrayLike, labels: ArrayLike) -> dict[int
     return {int(one): int(against[one]) for one in np.flatnonzero(doubted)}
 
 
+def most_harmful(effects: ArrayLike) -> np.ndarray:
+    """Return the numbers of the rows whose labels are looked at, ascending: those that harmed most.
+
+    Args:
+        effects: array `(n,)`, what training on each row did to the mean output of the validation rows.
+    """
+    values = np.asarray(effects)
+    most = max(_MOST_DOUBTED, int(len(values) * _SHARE_DOUBTED))
+    return np.sort(np.argsort(values, kind="stable")[: min(most, int((values < 0).sum()))])
+
+
+def doubting_seconds(features: FeaturizedModel, method: Exact, fit: bool) -> float:
+    """Return about how long [`doubted_labels`] takes; 0 without a column of labels, or with too few rows to measure.
+
+    Args:
+        features: the model and its training rows.
+        method: how they are scored.
+        fit: whether to count a curvature that is not fitted yet.
+    """
+    n = len(features.train_dataset)
+    if class_column(features.train_dataset) is None:
+        return 0.0
+    m = min(n, max(_MOST_DOUBTED, int(n * _SHARE_DOUBTED))) + _CONTROLS
+    return seconds_of(features, method, m, features.store.model_ids or [0], fit) or 0.0
+
+
+def warn_of_price(features: FeaturizedModel, method: Exact) -> None:
+    """Say how long a review takes, if it takes more than a minute. All processes call this together.
+
+    Args:
+        features: the model and its training rows.
+        method: how they are scored.
+    """
+    seconds = seconds_of(features, method, 1, features.store.model_ids or [0]) or 0.0
+    seconds += doubting_seconds(features, method, fit=False)
+    if seconds > MINUTE and features.processes.is_main_process:
+        logger.warning("The review takes about %s: it scores all rows by %s.", duration(seconds), named(method))
+
+
 def doubted_labels(
     features: FeaturizedModel, rows: np.ndarray, eval_dataset: Any, method: Exact
 ) -> tuple[dict[int, Any], float]:
@@ -326,7 +372,7 @@ def fixed_dataset(table: Dataset) -> Dataset:
         for row in changed:
             labels[row] = new[row]
         names, feature = table.column_names, table.features[column]
-        table = table.remove_columns([column]).add_column(column, labels, feature=feature).select_columns(names)
+        table = with_column(table.remove_columns([column]), column, labels, feature=feature).select_columns(names)
     order = np.argsort(numbers, kind="stable")
     fixed = table.remove_columns([name for name in _COLUMNS if name in table.column_names])
     own = {f"{_OWN}{name}": name for name in _COLUMNS}

@@ -260,6 +260,31 @@ def options(
     return Options(tuple(listed), rate, featurizing)
 
 
+def seconds_of(
+    model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: Sequence[int], fit: bool = True
+) -> float | None:
+    """Return the seconds that a method takes beside the index. All processes call this together.
+
+    Args:
+        model: the featurized model.
+        method: the method.
+        m: number of targets.
+        checkpoints: ids of the checkpoints to average over.
+        fit: whether to count a curvature that is not fitted yet.
+
+    Returns:
+        Seconds by a measured step, if a long run is replayed, and otherwise by the rate of featurizing; `None` with
+        too few rows to measure that.
+    """
+    if (rate := model.rate()) is None:
+        return None
+    passes = price(model, method, m, list(checkpoints), fit).passes
+    if not isinstance(method, Replay) or method.of != "run" or passes <= MEASURED * rate:
+        return passes / rate
+    step = _measured_step(model, method, m, checkpoints[-1])
+    return passes / rate if step is None else RunReplay(model, method).seconds(m, step)
+
+
 def _measured_step(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> tuple[float, float] | None:
     """Measure a step of a run, in the slowest process; return `None` if it cannot be replayed, which is said later."""
     own = math.nan, math.nan

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 
-from hf_trak.config import TrakConfig
+from hf_trak.config import DEFAULT_FACTORED_DIM, TrakConfig
 from hf_trak.curvature.files import CURVATURE_VERSION
 from hf_trak.data.rows import RowBatches
 from hf_trak.gradient_computers.layout import ParameterLayout
@@ -212,6 +212,27 @@ def whitening_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     names = {"curvature": "kind", "labels": "labels", "rows": "rows", "damping": "damping"}
     return {field: recorded[name] for name, field in names.items() if name in recorded}
+
+
+def recorded_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `TrakConfig` that a store's configuration records of the projection and the files.
+
+    Args:
+        config: the store's configuration.
+    """
+    projection = str(config.get("projection")).rpartition("-")[0]
+    number, usual = {
+        "sjlt": (config.get("proj_nonzeros", 1), 1),
+        "factored": (config.get("factored_dim"), DEFAULT_FACTORED_DIM),
+    }.get(projection, (None, None))
+    return {
+        "proj_type": projection if number == usual else f"{projection}-{number}",
+        "proj_dim": config["proj_dim"],
+        "seed": config.get("seed"),
+        "feature_dtype": config["feature_dtype"],
+        "model_dtype": config.get("model_dtype"),
+        "shard_size": config["shard_size"],
+    }
 
 
 def feature_settings(

@@ -24,6 +24,8 @@ from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED, ROLE_MASKS, TARGET_MASK
 from hf_trak.runtime.checks import checked_int
+from hf_trak.runtime.progress import with_column
+from hf_trak.scores.groups import COUNT_COLUMN
 
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
@@ -60,7 +62,7 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
         found = _classified(model, dataset)
         # One row with either label: a transform or collator may read another column, which agrees with one of them.
         probe, column = found.select([0, 0]), _label_column(found)
-        probe = probe.remove_columns(column).add_column(column, [0, 1], feature=found.features[column])
+        probe = with_column(probe.remove_columns(column), column, [0, 1], feature=found.features[column])
         if transformed:
             given = dataset.format
             read = None if set(given["columns"]) == set(dataset.column_names) else given["columns"]
@@ -112,7 +114,25 @@ def _task_of_targets(model: FeaturizedModel) -> Any:
     return model.task if inside is None else inside
 
 
-def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
+def with_predicted_classes(model: FeaturizedModel, scored: Dataset) -> Dataset:
+    """Put the class that a classifier gives to each target beside its label, for reports.
+
+    Args:
+        model: the model, with the weights that it has now.
+        scored: targets with their scores.
+
+    Returns:
+        The targets with a column such as `label_predicted`; as they are if they are groups or have no labels, if they
+        have predictions, or if the model is no classifier.
+    """
+    label, names = _label_column(scored), scored.column_names
+    there = {*names} & {COUNT_COLUMN, PREDICTED, f"{label}_predicted"}
+    if not label or there or not isinstance(_task_of_targets(model), ClassificationModelOutput):
+        return scored
+    return with_column(scored, f"{label}_predicted", _classes(model, scored))
+
+
+def _classes(model: FeaturizedModel, dataset: Dataset) -> list[int]:
     """Find the class with the highest logit for every row."""
     featurizer = model.featurizer()
     batches = featurizer.batches(_with_some_label(dataset), "target")
@@ -122,7 +142,12 @@ def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
         with pass_settings(model.model), torch.no_grad():
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
         found |= dict(zip(rows, classes, strict=True))
-    labels = [found[row] for row in range(len(dataset))]  # batches may come in another order, by sizes of images
+    return [found[row] for row in range(len(dataset))]  # batches may come in another order, by sizes of images
+
+
+def _classified(model: FeaturizedModel, dataset: Dataset) -> Dataset:
+    """Put the class with the highest logit in place of the label of every row."""
+    labels = _classes(model, dataset)
     dataset = dataset.with_format(None)
     own = _label_column(dataset) or LABEL_NAMES[0]
     names = getattr(getattr(model.model, "config", None), "id2label", None) or {}
@@ -141,7 +166,7 @@ def _with_some_label(dataset: Dataset) -> Dataset:
     """Give rows without labels one, which a batch needs and a forward pass does not read."""
     if _label_column(dataset):
         return dataset
-    return dataset.add_column(LABEL_NAMES[0], [0] * len(dataset))
+    return with_column(dataset, LABEL_NAMES[0], [0] * len(dataset))
 
 
 def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str, Any]) -> Dataset:
@@ -240,7 +265,9 @@ def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Map
     """Write an answer to each prompt with images, as the text of a completion, which the collator tokenizes."""
     featurizer, answers = model.featurizer(), list[str]()
     kept = dataset.remove_columns([name for name in ("completion", PREDICTED) if name in dataset.column_names])
-    asked = kept.add_column("completion", [_completion(row["prompt"], ".") for row in kept.select_columns(["prompt"])])
+    asked = with_column(
+        kept, "completion", [_completion(row["prompt"], ".") for row in kept.select_columns(["prompt"])]
+    )
     positions = BatchLimits.of(model.model).positions
     for (row,), batch in featurizer.batches(asked, "target").iterate([[row] for row in range(len(asked))]):
         prompt = _prompt(batch, causal=True)

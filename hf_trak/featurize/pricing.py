@@ -30,7 +30,7 @@ class Price:
     disk: int = 0
 
 
-def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[int]) -> Price:
+def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[int], fit: bool = True) -> Price:
     """Work out the price of a method from its estimate.
 
     Args:
@@ -38,6 +38,7 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
         method: the method.
         m: number of targets.
         checkpoints: ids of the checkpoints to average over.
+        fit: whether to count a curvature that is not fitted yet.
 
     Raises:
         HfTrakError: a run or a recipe is to be replayed that cannot be.
@@ -54,7 +55,7 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
     stages = model.estimate(m, len(checkpoints), False, method, run).stages
     extra = {name: one for name, one in stages.items() if name not in _OF_INDEX}
     parts = [one for one in getattr(method, "methods", (method,)) if isinstance(one, Exact | Rerank)]
-    if parts and all(fitted(model, one, checkpoints) for one in parts):
+    if not fit or (parts and all(fitted(model, one, checkpoints) for one in parts)):
         extra.pop("curvature", None)
     passes = sum(one.passes for one in extra.values())
     return Price(-(-passes // processes), sum(one.disk for one in extra.values()))

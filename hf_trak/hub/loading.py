@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from torch.utils.data import default_collate as torch_collate
 from transformers import default_data_collator
 
-from hf_trak.config import DEFAULT_FACTORED_DIM, CurvatureConfig, TrakConfig
+from hf_trak.config import CurvatureConfig, TrakConfig
 from hf_trak.data.model_inputs import check_rows
 from hf_trak.data.rows import Collator, default_collator
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.featurize.definition import COMPARISONS, sources_of, whitening_arguments
+from hf_trak.featurize.definition import COMPARISONS, recorded_arguments, sources_of, whitening_arguments
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.layout import ParameterLayout
 from hf_trak.hub.access import access_errors, hub_api
@@ -349,22 +349,12 @@ def _arguments(index: _OpenedIndex, model: torch.nn.Module, options: Mapping[str
     settings = {} if index.manifest is None else index.manifest.settings
     if isinstance(index.store, TableStore):
         settings = {name: one for name, one in index.store.tables.chosen.items() if name == "lambda_relative"}
-    projection = str(config.get("projection")).rpartition("-")[0]
-    number, usual = {
-        "sjlt": (config.get("proj_nonzeros", 1), 1),
-        "factored": (config.get("factored_dim"), DEFAULT_FACTORED_DIM),
-    }.get(projection, (None, None))
     recorded = {
         **settings.get("curvature", {}), **whitening_arguments(config), "whitened": "whitening" in config
     }  # fmt: skip
     fields = {
-        "proj_type": projection if number == usual else f"{projection}-{number}",
-        "proj_dim": config["proj_dim"],
-        "seed": config.get("seed"),
+        **recorded_arguments(config),
         "num_draws": _draws(index),
-        "feature_dtype": config["feature_dtype"],
-        "model_dtype": config.get("model_dtype"),
-        "shard_size": config["shard_size"],
         "grad_wrt": _attributed(index, model),
         "output_dir": str(index.store.output_dir),
     }

@@ -29,6 +29,7 @@ from transformers import dynamic_module_utils
 from transformers.utils import cached_file
 
 from hf_trak.hub.names import MAX_CARD_BYTES, check_card, is_commit, read_foreign_object, shown, too_large
+from hf_trak.runtime.progress import no_progress_bars
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 
@@ -302,7 +303,8 @@ def load_dataset(name: str, config_name: str | None = None, **options: Any) -> A
     with _row_errors(where):
         if Path(name).is_dir():
             _check_readme(Path(name) / "README.md")
-        return datasets.load_dataset(name, config_name, **options)
+        with no_progress_bars():
+            return datasets.load_dataset(name, config_name, **options)
 
 
 def load_dataset_builder(name: str, config_name: str | None = None, **options: Any) -> Any:

@@ -25,7 +25,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
-from hf_trak.report.content import as_row, is_tensor, raw
+from hf_trak.report.content import Columns, as_row, is_tensor, raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_record import (
     RUN,
@@ -40,6 +40,7 @@ from hf_trak.report.run_record import (
     scores_problem,
     write_run,
 )
+from hf_trak.runtime.progress import with_column
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.version import __version__
 
@@ -133,7 +134,7 @@ def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]
     )
     kept = scored.with_format(None).remove_columns([name])
     for column in TOP_K_COLUMNS:
-        kept = kept.add_column(column, ends[column])
+        kept = with_column(kept, column, ends[column])
     return kept, merged
 
 
@@ -149,7 +150,7 @@ def with_scores_of(rows: Any, scored: Dataset) -> Dataset:
     shown = shown.remove_columns(earlier)
     for name in scored.column_names:
         if name not in shown.column_names:
-            shown = shown.add_column(name, scored[name][:])
+            shown = with_column(shown, name, scored[name][:])
     return shown
 
 
@@ -268,11 +269,14 @@ class AttributionRun:
             scored = with_scores_of(eval_dataset, scored)
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
+        from hf_trak.featurize.predictions import with_predicted_classes  # as the next two: not for runs that are read
         from hf_trak.hub.loading import AbsentRows  # a downloaded index comes without training rows
         from hf_trak.report.words import with_words  # loads tasks, which a run that is read does without
 
         train = None if isinstance(attributor.train_dataset, AbsentRows) else attributor.train_dataset
         every = {**known_facts(attributor), "targets": len(scored), **(facts or {})}
+        if Columns.find(scored).prediction is None:
+            scored = with_predicted_classes(attributor, scored)
         run = cls(with_words(attributor, scored), train, None, self_influence, distributions, every)
         run.check_rows(n)
         return run

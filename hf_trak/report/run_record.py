@@ -30,6 +30,7 @@ from safetensors.numpy import load_file
 
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
+from hf_trak.runtime.progress import no_progress_bars
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
 from hf_trak.store.sealed import (
@@ -360,7 +361,8 @@ def _write_dataset(dataset: Dataset, path: Path, save: str) -> None:
         StoreError: a row refers to a file that cannot be read.
     """
     try:
-        dataset.save_to_disk(path)
+        with no_progress_bars():
+            dataset.save_to_disk(path)
     except OSError as error:
         if not isinstance(error.filename, str) or Path(error.filename).is_relative_to(path):
             raise

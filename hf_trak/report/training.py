@@ -24,6 +24,8 @@ from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
     class_column,
     doubted_labels,
+    doubting_seconds,
+    most_harmful,
     outputs_without,
     repeated_rows,
     without_effect,
@@ -31,7 +33,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
-from hf_trak.featurize.choosing import doubt
+from hf_trak.featurize.choosing import doubt, seconds_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
@@ -52,9 +54,6 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "source"
 """The column of training rows that is taken for their source, unless another is named."""
-
-MOST_DOUBTED = 256
-"""Rows, the most harmful first, whose labels are compared with what other rows say."""
 
 MOST_COMPARED = 256
 """Rows, those with the largest effects, whose features are compared with those of all rows."""
@@ -329,10 +328,15 @@ def effects_of_training(
         )
     losses, scale = _losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
-    rate, shared = features.rate(), features.processes.num_processes
-    if rate is not None and features.processes.is_main_process:
-        spent = duration(passes * len(rows) / shared / rate)
-        say(logger, f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {spent}.")
+    exact = chosen if isinstance(chosen, Exact) else Exact()
+    spent = seconds_of(features, chosen, 1, question.ids)
+    of_doubts = doubting_seconds(features, exact, fit=exact is not chosen)
+    if spent is not None and features.processes.is_main_process:
+        text = (
+            f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {duration(spent)}"
+        )
+        text += f", and {duration(of_doubts)} for labels that may be wrong" if of_doubts else ""
+        say(logger, f"{text}{'' if make_trainer is None else '; the proof trains twice'}.")
     begun = time.monotonic()
     doubts = doubt(features, question, chosen) if method == "auto" and isinstance(chosen, Replay) else None
     if doubts is None:
@@ -351,8 +355,7 @@ def effects_of_training(
     column = class_column(rows)
     labels = None if column is None else RowGroups.of(rows, column)
     kind = None if column is None else rows.features[column]
-    harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
-    exact = chosen if isinstance(chosen, Exact) else Exact()
+    harmful = most_harmful(-effects)
     doubted, false_doubts = doubted_labels(features, harmful, eval_dataset, exact)
     repeated = repeated_rows(features.row_batches(rows, "train"), column)
     found = TrainingReport(

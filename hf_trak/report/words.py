@@ -22,7 +22,7 @@ from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED
 from hf_trak.report.content import Columns, content_of
-from hf_trak.runtime.progress import RowProgress
+from hf_trak.runtime.progress import RowProgress, with_column
 from hf_trak.scores.said_parts import OF_TARGET
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS, WORDS_COLUMN
 
@@ -95,7 +95,7 @@ def with_words(features: FeaturizedModel, scored: Dataset, count: int = 5, verif
         }
         for (text, start, stop), shared, ranked, of_steps in zip(said, same, bm25, steps, strict=True)
     ]
-    return scored.add_column(WORDS_COLUMN, columns)
+    return with_column(scored, WORDS_COLUMN, columns)
 
 
 def ids_column_of(features: FeaturizedModel) -> str:

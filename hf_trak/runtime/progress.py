@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-if TYPE_CHECKING:  # imports torch, and is not needed where nothing is divided
+if TYPE_CHECKING:  # the second imports torch, and is not needed where nothing is divided
+    from datasets import Dataset
+
     from hf_trak.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -137,6 +139,19 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if not silent:
             enable_progress_bars()
+
+
+def with_column(rows: "Dataset", name: str, values: Any, feature: Any = None) -> "Dataset":
+    """Add a column, without the bar that `datasets` shows for rows that were selected.
+
+    Args:
+        rows: the rows.
+        name: name of the column.
+        values: its values.
+        feature: its type; by default that of the values.
+    """
+    with no_progress_bars():
+        return rows.add_column(name, values, feature=feature)
 
 
 class _Terminated(BaseException):

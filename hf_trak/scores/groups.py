@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset as HFDataset
 from torch import Tensor
 
+from hf_trak.runtime.progress import with_column
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.store.shard_set import ShardSet
 
@@ -184,7 +185,7 @@ class RowGroups:
         counts = self.sizes.tolist()
         if self._table is not None:
             kept = self._table.remove_columns([COUNT_COLUMN]) if self.column == COUNT_COLUMN else self._table
-            return kept.add_column(COUNT_COLUMN, counts)
+            return with_column(kept, COUNT_COLUMN, counts)
         values = {self.column: self.values} if self.column else {}
         return HFDataset.from_dict({**values, COUNT_COLUMN: counts})
 

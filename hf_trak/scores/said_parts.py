@@ -9,6 +9,7 @@ from hf_trak.data.said import said_column, said_tokens
 from hf_trak.data.shared_words import Words
 from hf_trak.modelout_functions.aggregated import TARGET_MASK
 from hf_trak.modelout_functions.tokens import IGNORED
+from hf_trak.runtime.progress import with_column
 
 Unit = Literal["word", "sentence"]
 
@@ -76,7 +77,7 @@ def said_parts(dataset: Dataset, unit: Unit, tokenizer: Any, ids_column: str = "
     kept = dataset.remove_columns([n for n in (PART, OF_TARGET, TARGET_MASK) if n in dataset.column_names])
     repeated = kept.select(owners)
     for name, values in ((PART, parts), (OF_TARGET, owners), (TARGET_MASK, masks)):
-        repeated = repeated.add_column(name, values)
+        repeated = with_column(repeated, name, values)
     return repeated
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from hf_trak.runtime.checks import is_int
+from hf_trak.runtime.progress import with_column
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 
@@ -129,7 +130,7 @@ def selected(train_dataset: Any, rows: list[int], scores: Tensor) -> Any:
     # Columns are added before rows are selected: `add_column` after `select` would copy every selected row.
     wide = wide.with_format(None)
     for name, values in zip(SELECTION_COLUMNS, (torch.arange(len(scores)), scores), strict=True):
-        wide = wide.add_column(name, values.numpy())
+        wide = with_column(wide, name, values.numpy())
     if kept["type"] is not None:  # keep the format or transform of the dataset, and extend it to the new columns
         columns = [*kept["columns"], *SELECTION_COLUMNS]
         wide = wide.with_format(kept["type"], columns, kept["output_all_columns"], **kept["format_kwargs"])

@@ -28,6 +28,7 @@ from hf_trak.modelout_functions.aggregated import TARGET_MASK, TARGET_WEIGHTS, A
 from hf_trak.modelout_functions.base import AbstractModelOutput
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import is_int
+from hf_trak.runtime.progress import with_column
 from hf_trak.scores.scored_dataset import HARMFUL_TOKEN_SCORES, TOKEN_POSITIONS, TOKEN_SCORES
 
 
@@ -103,7 +104,7 @@ class Span:
                     "it, tokenize with a larger `max_length`, or leave the row out."
                 )
         kept = dataset.remove_columns([TARGET_MASK]) if TARGET_MASK in dataset.column_names else dataset
-        return kept.add_column(TARGET_MASK, masks)
+        return with_column(kept, TARGET_MASK, masks)
 
     def _masks(self, dataset: Dataset, tokenizer: Any) -> list[list[int]]:
         """Mark the tokens of the part in every row."""
@@ -164,7 +165,7 @@ def with_tokens(dataset: Dataset, ready: Callable[[list[Any]], list[Any]] | None
     if ready is not None and isinstance(dataset, Dataset) and ids_column not in dataset.column_names:
         rows = ready(list(dataset.with_format(None)))
         for name in [name for name in rows[0] if name not in dataset.column_names]:
-            dataset = dataset.add_column(name, [row[name] for row in rows])
+            dataset = with_column(dataset, name, [row[name] for row in rows])
     return dataset
 
 
@@ -200,7 +201,7 @@ def single_labels(task: AbstractModelOutput, batches: RowBatches, dataset: Datas
     kept = dataset.select_columns([name for name in dataset.column_names if name not in columns])
     repeated = kept.select(columns["trak_target"])
     for name, values in columns.items():
-        repeated = repeated.add_column(name, values)
+        repeated = with_column(repeated, name, values)
     return repeated
 
 

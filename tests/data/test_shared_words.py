@@ -85,6 +85,16 @@ def test_words_go_on_through_marks(text: str) -> None:
     assert len(Words.of("हिन्दी में लिखा").words) == 3 and Words.of("में").words != Words.of("म").words
 
 
+def test_names_of_roles_are_no_words() -> None:
+    chat = "user: Is it the assistant?\nassistant: the user is\nassistant\nfine"
+    words = Words.of(chat)
+    assert words.words == ("is", "it", "the", "assistant", "the", "user", "is", "fine")
+    assert [chat[first:last].casefold() for first, last in words.ranges] == list(words.words)
+    index = WordIndex(["user: yes\nassistant: no", "user: no"])
+    assert index.longest(("assistant", "no")) == [(0, Run(1, 1)), (1, Run(0, 1))]
+    assert not index.bm25(("assistant", "user")).any()
+
+
 def test_no_texts_and_no_words() -> None:
     assert WordIndex([]).longest(["a"]) == [] and WordIndex([]).bm25(["a"]).shape == (0,)
     empty = WordIndex(["", "..."])

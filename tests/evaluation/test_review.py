@@ -18,7 +18,7 @@ from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
 from hf_trak.evaluation.intervals import Interval
-from hf_trak.evaluation.review import RemovalProof, repeated_rows, review_table, wrong_labels
+from hf_trak.evaluation.review import RemovalProof, most_harmful, repeated_rows, review_table, wrong_labels
 from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
@@ -329,3 +329,25 @@ def test_rows_to_leave_out_must_leave_others() -> None:
     for rows in ([], range(6), [10], [-1]):
         with pytest.raises(ValueError, match="Expected at least one"):
             prove_removal(list(rows), Never())
+
+
+def test_labels_of_the_most_harmful_rows_are_looked_at() -> None:
+    effects = np.random.default_rng(0).standard_normal(60_000)
+    assert most_harmful(effects).tolist() == sorted(np.argsort(effects)[:600])
+    assert most_harmful(effects[:1000]).tolist() == sorted(np.argsort(effects[:1000])[:256])
+    assert most_harmful([0.5, -1.0, 0.0, -0.1]).tolist() == [1, 3]
+
+
+def test_a_review_of_more_than_a_minute_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, validation, _ = digits()
+    attributor = TrakAttributor.from_trainer(
+        trainer_of(train.select(range(60)), tmp_path), TrakConfig(str(tmp_path / "trak")), "image_classification"
+    ).featurize()
+    attributor.review(validation.select(range(10)))
+    assert "The review takes" not in caplog.text
+    # A row a second: EK-FAC is fitted by now; one target and 60 rows, then 60 rows and 64 controls, and 60 rows.
+    monkeypatch.setattr(type(attributor.features), "rate", lambda _: 1.0)
+    attributor.review(validation.select(range(10)))
+    assert "The review takes about 4 min" in caplog.text and "by Exact" in caplog.text

@@ -398,6 +398,12 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     text = Elements(page).text
     for fact in ("DigitNet", "650", "sjlt", "0.3 relative", "0.5"):
         assert fact in text
+    with torch.no_grad():
+        logits = attributor.model(rows.with_format("torch")["pixel_values"][:].float()).logits
+    classes = logits.argmax(1).tolist()
+    assert saved.scored["labels_predicted"][:] == classes != rows["labels"][:]
+    right = np.mean(np.array(classes) == rows["labels"])
+    assert f"{right:.1%}" in text
     json.loads((tmp_path / "run" / "run" / "run.json").read_text())
 
 
