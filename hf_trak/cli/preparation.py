@@ -260,7 +260,7 @@ def _ready(model: Any, task: str, rows: Dataset, args: DataArguments, name: str,
 
 
 def _check_same_tokens(rows: Dataset, how: Preparation, task: str) -> None:
-    """Refuse to tokenize targets in another way than the training rows were, of which 32 are compared.
+    """Refuse to tokenize targets in another way than the training rows were. 32 rows are compared.
 
     Args:
         rows: the training rows, with tokens.
