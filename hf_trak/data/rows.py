@@ -13,7 +13,14 @@ from accelerate.utils import send_to_device
 from datasets import Dataset as HFDataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data import default_collate as torch_collate
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+)
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.utils.generic import find_labels
 
@@ -136,6 +143,17 @@ def default_collator(dataset: Any, processing_class: Any = None) -> Collator:
     if not isinstance(dataset, HFDataset) and isinstance(dataset[0], tuple | list):
         return torch_collate
     return default_data_collator
+
+
+_PADDING = (DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DefaultDataCollator)
+
+
+def _always_the_same(dataset: Any, collator: Any) -> bool:
+    """Tell whether rows are read from a table as they are stored, and padded by a collator of transformers."""
+    while getattr(collator, "draws_nothing", False):
+        collator = collator.collator
+    stored = isinstance(dataset, HFDataset) and dataset.format["type"] != "custom"
+    return stored and (collator is default_data_collator or type(collator) in _PADDING)
 
 
 def checked_collator(collator: Any) -> Collator:
@@ -285,7 +303,7 @@ class RowBatches:
             except Exception as error:  # whatever a user's collator may raise; with no rows at all, it raises again
                 logger.debug("The collator takes no single row (%r): probed rows are collated together.", error)
                 collate = self.collated
-        drawn = drawn_at_random(collate, rows)
+        drawn = not _always_the_same(self._given, self.collator) and drawn_at_random(collate, rows)
         if self._draws is not None:
             self._draws.remember(self._given, drawn)
         if drawn and len(rows) > 2 and collate == self._each_alone:

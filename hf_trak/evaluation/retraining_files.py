@@ -11,7 +11,6 @@ subset or of all subsets. The last file is written when all trainings are done.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError, StoreError
-from hf_trak.store.atomic import differing, json_bytes, leftovers
+from hf_trak.store.atomic import differing, leftovers, plain_json
 from hf_trak.store.sealed import Finding, content_digest, create_sealed, read_sealed, unsealed
 from hf_trak.store.shards import TensorSpec, check_file, parse_metadata, read_tensors, write_tensors
 from hf_trak.store.verification import judged
@@ -72,7 +71,7 @@ def create_described(path: Path, content: Mapping[str, Any], what: str) -> None:
         TypeError, ValueError: the content is not plain JSON.
     """
     create_sealed(path, content)
-    if lines := differing(read_described(path, {}, ""), json.loads(json_bytes(content))):
+    if lines := differing(read_described(path, {}, ""), plain_json(content)):
         raise ConfigMismatchError(
             f"{path} describes another {what}. Expected the same rows, targets, subsets and settings; use another "
             "directory or another name.\n" + "\n".join(lines)

@@ -29,6 +29,8 @@ from hf_trak.modelout_functions.tokens import (
 class TokenColumnsCollator(WrappingCollator):
     """A data collator that also carries [`tokens.TOKEN_COLUMNS`], and `labels` where the inner one cannot."""
 
+    draws_nothing = True
+
     def __init__(self, collator: Collator, beside: str) -> None:
         """
         Args:

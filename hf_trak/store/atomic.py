@@ -233,6 +233,15 @@ def json_bytes(content: Any) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
+def plain_json(content: Any) -> Any:
+    """Return content as it is read back from JSON, such as lists in place of tuples.
+
+    Raises:
+        TypeError, ValueError: as [`json_bytes`].
+    """
+    return json.loads(json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 

@@ -6,7 +6,6 @@ a checkpoint is noticed: an average without it would be another result.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch
 from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, IncompleteStoreError, StoreError
 from hf_trak.kernels.philox import SEED_LIMIT
 from hf_trak.runtime.checks import checked_int, is_int
-from hf_trak.store.atomic import differing, json_bytes, remove_stale_temporaries, safe_name
+from hf_trak.store.atomic import differing, json_bytes, plain_json, remove_stale_temporaries, safe_name
 from hf_trak.store.codes import LEVELS, ROTATION
 from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, create_sealed, read_sealed, unsealed
 from hf_trak.store.shards import ShardPlan
@@ -326,7 +325,7 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a key is missing, or a value is out of range or not plain JSON.
     """
     try:
-        content = json.loads(json_bytes({**config, VERSION_KEY: SEALED_VERSION}))
+        content = plain_json({**config, VERSION_KEY: SEALED_VERSION})
         content.pop(CHECKSUM_KEY, None)
     except (TypeError, ValueError) as error:
         raise ValueError(f"The configuration is not plain JSON: {error}.") from error

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import xxhash
 
 from hf_trak.errors import HfTrakError, StoreError
-from hf_trak.store.atomic import create_bytes, json_bytes, read_json, write_bytes
+from hf_trak.store.atomic import create_bytes, json_bytes, plain_json, read_json, write_bytes
 
 CHECKSUM_KEY = "checksum"
 VERSION_KEY = "format_version"
@@ -76,7 +76,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: the content is not plain JSON.
     """
-    plain = json.loads(json_bytes({VERSION_KEY: SEALED_VERSION, **content}))
+    plain = plain_json({VERSION_KEY: SEALED_VERSION, **content})
     return {**plain, CHECKSUM_KEY: content_digest(plain)}
 
 

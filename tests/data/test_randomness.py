@@ -15,7 +15,13 @@ from datasets import Dataset
 from test_trl import tokenizer
 from torch import Tensor, nn
 from trak_options import trak_config
-from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, set_seed
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    set_seed,
+)
 
 from hf_trak import StreamedRows, TrakAttributor, TrakConfig
 from hf_trak.data.drawn_rows import DrawnRows, RowDraws, generators_kept, held_generators, joined, set_generators
@@ -24,6 +30,7 @@ from hf_trak.errors import ConfigMismatchError, HfTrakError
 from hf_trak.featurize.row_features import DrawMean
 from hf_trak.hub.loading import _draws
 from hf_trak.identity.collation import drawn_at_random
+from hf_trak.modelout_functions.token_tasks import TokenColumnsCollator
 
 CPU = torch.device("cpu")
 
@@ -361,6 +368,29 @@ def test_drawing_without_any_effect_counts_as_random() -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_a_table_that_are_only_padded_are_collated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a table holds and a collator of transformers pads is the same each time; all else is tried out."""
+    made, rows, calls = words(), sentences(), list[int]()
+
+    class Own(DataCollatorWithPadding):
+        pass
+
+    def probed(collator: Any, table: Any) -> int:
+        draws = RowDraws(0, 1)
+        batches = RowBatches(table, collator, columns=None, device=CPU, draws=draws)
+        calls.clear()
+        collate, numbers, drawn = batches.probe()
+        assert not drawn and len(numbers) == 6 and set(collate(numbers)) == {f"row {row}" for row in numbers}
+        return len(calls)
+
+    pad = type(made).pad
+    monkeypatch.setattr(type(made), "pad", lambda *given, **options: [calls.append(1), pad(*given, **options)][1])
+    plain = TokenColumnsCollator(DataCollatorWithPadding(made), "input_ids")
+    assert probed(plain, rows) == 1 + 6  # whether a single row is taken, and each row by the test
+    for collator, table in ((Own(made), rows), (plain, rows.with_transform(lambda batch: batch))):
+        assert probed(collator, table) >= 1 + 6 * 5 + 6
+
+
 def test_the_number_of_draws_belongs_to_random_features(tmp_path: Path) -> None:
     rows = sentences()
     masked(tmp_path / "random", rows, num_draws=2).featurize()
