@@ -363,7 +363,8 @@ def test_the_callback_reports_when_training_ends(
     assert callback.report is not None and callback.report.method == "replay of the recorded run"
     page = tmp_path / "trak" / "training_report.html"
     assert "Raised the loss most" in page.read_text()
-    assert told == [f"{callback.report}\nThe page is {page}."]
+    price, done = told  # before the training, and after it
+    assert "five times as long as training" in price and done == f"{callback.report}\nThe page is {page}."
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     # of the last weights all the same
     again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
