@@ -102,13 +102,14 @@ def run(argv: Sequence[str]) -> None:
         written = {} if classifies else {"max_new_tokens": wanted.max_new_tokens}
         rows = attributor.predict(rows, **written)
     top_k = None if wanted.all_scores else wanted.top_k
+    renamed = wanted.group_by == built.preparation.columns.label_column and wanted.group_by not in rows.column_names
     scored = attributor.attribute(
         rows,
         top_k=top_k,
         name=wanted.name,
         checkpoints=model_args.checkpoints,
         method=method,
-        group_by=wanted.group_by,
+        group_by="labels" if renamed and wanted.group_by is not None else wanted.group_by,
         part=None if wanted.words is None else Span(words=wanted.words),
     )
     last, features = last_result(attributor), attributor.features

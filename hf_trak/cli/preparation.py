@@ -180,16 +180,18 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
     Raises:
         ValueError: a required column is missing, or the user must prepare rows for this task.
     """
-    found = _chosen(model, task, rows, args, name, revision)
+    found = _chosen(model, task, rows, args, name, revision, _class_numbers(model, rows, args.label_column))
     if int(os.environ.get("RANK", "0")) == 0:
         read = str(found.columns) or ", ".join(name for name in (*READY, *LABELS) if name in rows.column_names)
         print(f"Columns read: {read}", file=sys.stderr)
     return found
 
 
-def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
+def _chosen(
+    model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str, ids: Mapping[str, int]
+) -> Preparation:
     if any(column in rows.column_names for column in READY):
-        return _ready(model, task, rows, args, name, revision)
+        return _ready(model, task, rows, args, name, revision, ids)
     if task in _IMAGE_TASKS:
         column = image_column(rows.features, args.image_column)
         label = label_column(rows.features, args.label_column)
@@ -204,7 +206,7 @@ def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str
             if not labelled:
                 data = _without(_with_columns(data, [column]), label)
                 return data.map(pixels, batched=True, desc="Reading images")
-            return _with_labels(_with_columns(data, [column], [label]), label, model).with_transform(pixels)
+            return _with_labels(_with_columns(data, [column], [label]), label, ids).with_transform(pixels)
 
         return Preparation(prepare, None, processor, ColumnsRead(None, column, label))
     if task in _PAIR_TASKS:
@@ -219,7 +221,7 @@ def _chosen(model: Any, task: str, rows: Dataset, args: DataArguments, name: str
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if task in _TEXT_TASKS:
-            return _classified(model, task, tokenizer, rows, args)
+            return _classified(task, tokenizer, rows, args, ids)
         return _language(task, tokenizer, rows, args)
     raise ValueError(
         f"Rows for the task {task!r} have to be prepared beforehand: they have the columns {rows.column_names}. "
@@ -234,7 +236,9 @@ def _as_rgb(image: Any, column: str) -> Any:
     return image.convert("RGB")
 
 
-def _ready(model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str) -> Preparation:
+def _ready(
+    model: Any, task: str, rows: Dataset, args: DataArguments, name: str, revision: str, ids: Mapping[str, int]
+) -> Preparation:
     """Prepare rows that the model accepts as they are: the tokenizer, if there is one, pads them.
 
     Targets may be texts. They are tokenized if the texts of the training rows then become the tokens that these have.
@@ -243,7 +247,8 @@ def _ready(model: Any, task: str, rows: Dataset, args: DataArguments, name: str,
     def prepare(data: Dataset, labelled: bool = True) -> Dataset:
         if not any(column in data.column_names for column in READY):
             ready = [column for column in READY if column in rows.column_names]
-            how = _chosen(model, task, data if labelled else rows.remove_columns(ready), args, name, revision)
+            known = data if labelled else rows.remove_columns(ready)
+            how = _chosen(model, task, known, args, name, revision, ids)
             _check_same_tokens(rows, how, task)
             return how.prepare(data, labelled)
         if labelled:
@@ -318,7 +323,7 @@ def _collator(tokenizer: Any, rows: Dataset) -> Any:
     return DataCollatorForTokenClassification(tokenizer) if listed else None
 
 
-def _classified(model: Any, task: str, tokenizer: Any, rows: Dataset, args: DataArguments) -> Preparation:
+def _classified(task: str, tokenizer: Any, rows: Dataset, args: DataArguments, ids: Mapping[str, int]) -> Preparation:
     label = label_column(rows.features, args.label_column)
     texts = text_columns(rows.features, task, args.text_columns, label)
 
@@ -328,7 +333,7 @@ def _classified(model: Any, task: str, tokenizer: Any, rows: Dataset, args: Data
 
     def prepare(data: Dataset, labelled: bool = True) -> Dataset:
         data = _with_columns(data, texts, [label] if labelled else ())
-        data = _with_labels(data, label, model) if labelled else _without(data, label)
+        data = _with_labels(data, label, ids) if labelled else _without(data, label)
         return data.map(tokens, batched=True, desc="Tokenizing")
 
     return Preparation(prepare, None, tokenizer, ColumnsRead(texts, None, label))
@@ -374,14 +379,29 @@ def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[
     return found
 
 
-def _with_labels(rows: Dataset, column: str, model: Any) -> Dataset:
-    """Put the labels into the column `labels`, as the numbers that the model's config assigns to their names."""
+def _class_numbers(model: Any, rows: Dataset, label_column: str | None) -> dict[str, int]:
+    """Number the classes by their names: as the model's config does, or else as the training rows do.
+
+    Args:
+        model: the model, whose config names classes `LABEL_0`, … where nobody has given names.
+        rows: the training rows. Labels that are a `ClassLabel` have names.
+        label_column: the column of labels, if it is named.
+    """
+    ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
+    if not all(name.lower().startswith("label_") for name in ids):
+        return ids
+    kinds = [rows.features.get(name) for name in (label_column, *LABELS) if name is not None]
+    names = next((kind.names for kind in kinds if isinstance(kind, ClassLabel)), None)
+    return ids if names is None else {name: index for index, name in enumerate(names)}
+
+
+def _with_labels(rows: Dataset, column: str, ids: Mapping[str, int]) -> Dataset:
+    """Put the labels into the column `labels`, as the numbers that belong to the names of their classes."""
     if column != "labels":
         if "labels" in rows.column_names:
             raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")
         rows = rows.rename_column(column, "labels")
     feature = rows.features["labels"]
-    ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
     if isinstance(feature, ClassLabel):
         return _aligned(rows, feature.names, ids)
     if getattr(feature, "dtype", None) not in ("string", "large_string"):

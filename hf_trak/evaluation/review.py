@@ -20,7 +20,7 @@ import xxhash
 from datasets import ClassLabel, Dataset, Value
 from numpy.typing import ArrayLike
 
-from hf_trak.data.columns import LABELS
+from hf_trak.data.columns import LABELS, is_text
 from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.featurize.calibration import named
@@ -186,7 +186,7 @@ def class_column(rows: Dataset) -> str | None:
 def _is_class(feature: Any) -> bool:
     if isinstance(feature, ClassLabel):
         return True
-    return isinstance(feature, Value) and (feature.dtype == "string" or pa.types.is_integer(feature.pa_type))
+    return is_text(feature) or (isinstance(feature, Value) and pa.types.is_integer(feature.pa_type))
 
 
 def sums_and_own(blocks: Iterable[ScoreBlock], groups: RowGroups, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

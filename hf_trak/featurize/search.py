@@ -49,19 +49,25 @@ class SearchIndex:
             top_k (`int`, *optional*, defaults to 20):
                 Number of training rows to return per target, from either end.
             checkpoints (*optional*):
-                See [`~hf_trak.TrakAttributor.attribute`].
+                Weights of all checkpoints of the index, see [`~hf_trak.TrakAttributor.attribute`].
 
         Returns:
             The rows with the columns of [`~hf_trak.TrakAttributor.attribute`]. Scores are as exact as the vectors; row
             numbers are −1 where an index that looks at a part of the rows found no more.
 
         Raises:
-            ValueError: `top_k` is less than 1, or the dataset is empty.
+            ValueError: `top_k` is less than 1, the dataset is empty, or other checkpoints are given.
             CheckpointMismatchError: the weights at hand are not those of the features.
         """
         count = checked_int(top_k, "top_k", 1, type_error=ValueError)
         ids = self.vectors.model_ids
-        sources = sources_of(checkpoints, ids)[1] or self._sources
+        asked, given = sources_of(checkpoints, ids)
+        if asked is not None and set(asked) != set(ids):
+            raise ValueError(
+                f"`checkpoints` names the model ids {asked}; the vectors are means over {ids}. Expected all of these. "
+                f"Leave `checkpoints` out, or call `build_search(checkpoints={asked})` for another index."
+            )
+        sources = given or self._sources
         targets = self._model.precondition(self._model.question(eval_dataset, checkpoints=sources or ids))
         found = [self.vectors.best(targets, count, largest) for largest in (True, False)]
         values = [value for rows, scores in found for value in (rows.astype(np.int64), scores.astype(np.float32))]

@@ -175,7 +175,10 @@ class TrainingReport(Result):
 
     @property
     def compared(self) -> list[tuple[str, str, str]]:
-        """List a name, what was of the earlier training, and what is now; empty without an earlier one."""
+        """List a name, what was of the earlier training, and what is now; empty without an earlier one.
+
+        Sums of sources and labels are left out where effects are relative, in either report.
+        """
         if (earlier := self.earlier) is None:
             return []
         change = mean_interval(self.losses - earlier.losses)
@@ -186,6 +189,8 @@ class TrainingReport(Result):
             ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
         ]
+        if earlier.relative or self.relative:  # sizes of two units, or of none
+            return found
         for kind, before, after in (("source", earlier.sources, self.sources), ("label", earlier.labels, self.labels)):
             was, now = ({one.value: f"{one.effect:+.3g}" for one in groups} for groups in (before, after))
             found += [(f"{kind} {name}", was.get(name, "no row"), now.get(name, "no row")) for name in {**was, **now}]

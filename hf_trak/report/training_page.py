@@ -1,6 +1,7 @@
 """The report of a training as one HTML file, in the style of the report of targets."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ from hf_trak.evaluation.intervals import Interval
 from hf_trak.evaluation.review import class_column
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.methods import Method
-from hf_trak.report.content import Columns, Content, content_of, stored, visible
+from hf_trak.report.content import Columns, content_of, stored, visible
 from hf_trak.report.images import PictureBook
 from hf_trak.report.page import ReportOptions, facts_shown, model_name, write_page
 from hf_trak.report.run import known_facts
 from hf_trak.report.training import SOURCE, GroupEffect, TrainingReport, effects_of_training
-from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, bar, shortened, sign_of, signed
+from hf_trak.report.views import EXAMPLE_TEXT, RowView, ScoredView, SoundRoom, bar, shortened, sign_of, signed
 from hf_trak.report.words import row_texts
 from hf_trak.scores.groups import GroupBy
 
@@ -169,19 +170,20 @@ class _Rows:
         self.book = PictureBook()
         self._features, self._rows = features, stored(features.train_dataset)
         self._columns = Columns.find(self._rows, **options.columns())
-        self._decoded = not set(self._columns.texts) - {SOURCE} and self._columns.image is None
+        shown = [*set(self._columns.texts) - {SOURCE}, self._columns.image, self._columns.sound]
+        self._decoded = not any(shown)
+        self._room = SoundRoom()
         self._label = class_column(features.train_dataset)
 
     def view(self, index: int) -> RowView:
         """Make the view of a row. Rows of tokens alone are decoded."""
         content = content_of(self._rows[index], self._columns)
-        if self._decoded:
-            train = self._features.train_dataset
-            tokens = train.select_columns([name for name in ("input_ids",) if name in train.column_names])
-            texts = row_texts(tokens, self._features.processing_class, [index]) or {}
+        train = self._features.train_dataset
+        if self._decoded and "input_ids" in train.column_names:
+            texts = row_texts(train.select_columns("input_ids"), self._features.processing_class, [index]) or {}
             found = tuple(("text", text) for text in texts.values())
-            content = Content(content.image, (*found, *content.texts), content.label, content.prediction)
-        return RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT)
+            content = replace(content, texts=(*found, *content.texts))
+        return self._room.within(RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT))
 
     def same_label(self, row: int, other: int) -> str:
         """Say whether two rows have the same label."""

@@ -200,6 +200,22 @@ class TargetView:
         return lines
 
 
+class SoundRoom:
+    """The room of a page for sounds, which it repeats with each row."""
+
+    def __init__(self) -> None:
+        self._left = MOST_CHARACTERS_OF_PAGE
+
+    def within(self, row: RowView) -> RowView:
+        """Leave the sound of a row out where the page has no room for it."""
+        size = len(row.sound or "")
+        if size > self._left:
+            full = f"the sound: the page has {MOST_CHARACTERS_OF_PAGE >> 20} MB of them"
+            return replace(row, sound=None, unshown=full)
+        self._left -= size
+        return row
+
+
 @dataclass
 class RunViews:
     """Makes the views of a run, and collects their pictures in `book`."""
@@ -215,7 +231,7 @@ class RunViews:
         self._target_columns = self._columns_of(self._scored)
         self._train_columns = Columns() if self._train is None else self._columns_of(self._train)
         self._rows: dict[int, RowView] = {}
-        self._room_for_sounds = MOST_CHARACTERS_OF_PAGE
+        self._room = SoundRoom()
 
     def _columns_of(self, rows: Any) -> Columns:
         given: dict[str, Any] = {"text_columns": self.run.text_columns(rows)}
@@ -238,7 +254,7 @@ class RunViews:
         row = self._scored[index]
         number = index if shown_as is None else shown_as
         content = content_of(row, self._target_columns)
-        view = self._within_room(RowView.of(content, number, "Target", self.book, "large", LONGEST_TEXT))
+        view = self._room.within(RowView.of(content, number, "Target", self.book, "large", LONGEST_TEXT))
         ends = [
             [(i, score) for i, score in _end(row, columns, self.examples) if sign * score > 0]
             for sign, columns in ((1, TOP_K_COLUMNS[:2]), (-1, TOP_K_COLUMNS[2:]))
@@ -268,17 +284,8 @@ class RunViews:
             row = {} if self._train is None else self._train[self.run.train_place(index)]
             content = content_of(row, self._train_columns)
             self._rows[index] = RowView.of(content, index, "Training row", self.book, "small", EXAMPLE_TEXT)
-        self._rows[index] = self._within_room(self._rows[index])
+        self._rows[index] = self._room.within(self._rows[index])
         return self._rows[index]
-
-    def _within_room(self, row: RowView) -> RowView:
-        """Leave the sound of a row out where the page has no room for it; the page repeats it with each row."""
-        size = len(row.sound or "")
-        if size > self._room_for_sounds:
-            full = f"the sound: the page has {MOST_CHARACTERS_OF_PAGE >> 20} MB of them"
-            return replace(row, sound=None, unshown=full)
-        self._room_for_sounds -= size
-        return row
 
 
 def _end(row: Mapping[str, Any], columns: Sequence[str], count: int) -> list[tuple[int, float]]:

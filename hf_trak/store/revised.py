@@ -97,8 +97,15 @@ class RevisedShards(ShardSet):
         return piece.shards.write(piece.index, grads, out_to_loss)
 
     def read(self, index: int, verify: bool | None = None, mapped: bool = True) -> Shard:
+        piece = self.pieces[index]
+        return self._kept(index, piece.shards.read(piece.index, verify, mapped))
+
+    def prefix_of(self, index: int, count: int) -> Shard:
+        piece = self.pieces[index]
+        return self._kept(index, piece.shards.prefix_of(piece.index, count))
+
+    def _kept(self, index: int, shard: Shard) -> Shard:
         piece, rows = self.pieces[index], self.plan.rows(index)
-        shard = piece.shards.read(piece.index, verify, mapped)
         if piece.kept is None:
             return Shard(rows.start, rows.stop, shard.features, shard.out_to_loss)
         return Shard(rows.start, rows.stop, shard.features[piece.kept], shard.out_to_loss[piece.kept])

@@ -116,6 +116,21 @@ def test_groups_of_targets(attributor):
     assert found["source"] == expected["source"]
 
 
+def test_rows_left_out_and_rows_added(attributor):
+    """The first bytes of a revision are those of its rows; all rows as candidates are the full scan."""
+    targets, more = digits(1000, 1006), digits(1100, 1110)
+    revised = attributor.exclude([0, 5, N - 1]).extend(more)
+    expected = revised.attribute(targets, top_k=5, method=Index())
+    found = revised.attribute(targets, top_k=5, method=Index(first_pass_bytes=FIRST, candidates=N + len(more)))
+    for name in ("trak_indices", "trak_scores", "trak_harmful_indices"):
+        np.testing.assert_array_equal(column(found, name), column(expected, name))
+    whole, first = revised.features.store.train(0), PrefixStore(revised.features.store, FIRST).train(0)
+    for index in range(len(whole.plan)):
+        a, b = whole.read(index), first.read(index)
+        assert (a.start, a.stop) == (b.start, b.stop) and torch.equal(a.out_to_loss, b.out_to_loss)
+        assert len(b.coded.blocks) == 1 and torch.equal(a.coded.blocks[0], b.coded.blocks[0])
+
+
 def _flip(path: Path, tensor: str) -> None:
     data = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little")

@@ -125,6 +125,8 @@ def test_one_checkpoint_of_several(attributor):
     expected = attributor.attribute(targets, top_k=4, checkpoints=[1])
     found = attributor.build_search("Flat", checkpoints=[1]).search(targets, top_k=4)
     np.testing.assert_array_equal(column(found, "trak_indices"), column(expected, "trak_indices"))
+    with pytest.raises(ValueError, match=r"the model ids \[1\]; the vectors are means over \[0, 1\]"):
+        attributor.build_search("Flat").search(targets, checkpoints=[1])
 
 
 def test_without_faiss(attributor, monkeypatch, tmp_path: Path):
