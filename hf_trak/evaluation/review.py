@@ -402,6 +402,8 @@ def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
 def changed_rows(table: Dataset) -> np.ndarray:
     """Return the numbers, ascending, of the training rows that a review removes or gives another label.
 
+    Rows that were taken out of the table are not among them, since it does not say how many there were.
+
     Args:
         table (`datasets.Dataset`):
             The table, in any order, or a part of it.

@@ -18,7 +18,14 @@ from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.rows import RowBatches
 from hf_trak.evaluation import TrainerRetraining, changed_rows, fixed_dataset, prove_removal, with_wrong_labels
 from hf_trak.evaluation.intervals import Interval
-from hf_trak.evaluation.review import RemovalProof, most_harmful, repeated_rows, review_table, wrong_labels
+from hf_trak.evaluation.review import (
+    RemovalProof,
+    class_column,
+    most_harmful,
+    repeated_rows,
+    review_table,
+    wrong_labels,
+)
 from hf_trak.report import training_report
 
 N, WRONG, TWICE = 600, 30, (3, 40, 77)
@@ -329,6 +336,14 @@ def test_rows_to_leave_out_must_leave_others() -> None:
     for rows in ([], range(6), [10], [-1]):
         with pytest.raises(ValueError, match="Expected at least one"):
             prove_removal(list(rows), Never())
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])  # as a table and as pandas has texts
+def test_labels_may_be_texts(kind: str) -> None:
+    rows = Dataset.from_dict({"labels": ["a", "b", "a"]}).cast_column("labels", Value(kind))
+    assert class_column(rows) == "labels"
+    table = review_table(rows, [0.1, -1.0, 0.2], "labels", {1: "a"})
+    assert fixed_dataset(table)["labels"][:] == ["a", "a", "a"]
 
 
 def test_labels_of_the_most_harmful_rows_are_looked_at() -> None:

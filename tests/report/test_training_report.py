@@ -221,6 +221,8 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
     assert rows["probably wrong labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
     assert rows["source <old>"] == ("+1.5", "no row") and "source &lt;old&gt;" in page
     assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
+    for one in (replace(found, earlier=replace(before, relative=True)), replace(found, relative=True)):
+        assert not [name for name, *_ in one.compared if name.startswith(("source", "label "))]
     others = run.validation.select([*range(1, len(run.validation)), 0])  # as many, in another order
     for rows in (others, run.validation.select(range(2))):
         with pytest.raises(
@@ -447,6 +449,22 @@ def near_of(gradients: torch.Tensor, repeated: dict[int, int]) -> tuple[tuple[in
     shards = Shards(SimpleNamespace(start=a, stop=b, grads=gradients[a:b]) for a, b in ends)
     features: Any = SimpleNamespace(store=SimpleNamespace(model_ids=[0], train=lambda _: shards))
     return _near(features, np.linspace(1, 2, len(gradients)), repeated)
+
+
+def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path) -> None:
+    """They have no text, and labels as pandas writes them. Sounds are played; a page has one for each row it shows."""
+    rng = np.random.default_rng(0)
+    rows = [{"pixels": one.tolist(), "labels": int(i % 3)} for i, one in enumerate(rng.random((24, 64)))]
+    tone = {"array": [0.0, 0.5, -0.5], "sampling_rate": 8000}
+    for name, made in (("arrays", rows), ("sounds", [{**row, "sound": tone} for row in rows])):
+        train = Dataset.from_list(made).select(range(20))
+        trainer = trainer_of(train, tmp_path)
+        args = TrakConfig(str(tmp_path / name), use_cpu=True)
+        features = TrakAttributor.from_trainer(trainer, args, "image_classification").features
+        page = tmp_path / f"{name}.html"
+        found = training_report(features, train.select(range(5)), page, method="exact", examples=2)
+        assert len(found.labels) == 3 and found.doubts > 0
+        assert page.read_text().count("<audio") == (0 if name == "arrays" else 4 + len(found.doubted))
 
 
 def test_opposite_features_are_no_duplicates() -> None:
