@@ -29,7 +29,7 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
-from hf_trak.runtime.progress import with_column
+from hf_trak.runtime.progress import no_progress_bars, with_column
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,8 @@ def _check_same_tokens(rows: Dataset, how: Preparation, task: str) -> None:
             f"{texts or 'others'}, which these do not have to compare with. {remedy}"
         )
     some = evenly_spaced(rows, 32)
-    made = how.prepare(some.select_columns(texts), labelled=task not in _TEXT_TASKS)
+    with no_progress_bars():
+        made = how.prepare(some.select_columns(texts), labelled=task not in _TEXT_TASKS)
     names = [name for name in ("input_ids", "labels") if name in made.column_names and name in rows.column_names]
     for index, (row, again) in enumerate(zip(some, made, strict=True)):
         seen = row.get("attention_mask") or [1] * len(row["input_ids"])

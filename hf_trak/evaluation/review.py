@@ -326,7 +326,7 @@ def doubted_labels(
             f"The labels of {len(doubted)} of the {len(rows)} training rows that were looked at are doubted, and "
             f"those of {false} of {len(controls)} validation rows by the same test: up to {share:.0%} of the doubted "
             f"labels may well be right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Do not relabel by this test; look "
-            "at the rows with the lowest `effect`."
+            "at the rows that harmed most, and at those with the highest `self_influence()`."
         )
     return doubted, share
 

@@ -85,7 +85,7 @@ class Option:
         """Return the seconds that it takes beside the index, measured or by the rate; `None` if neither is known."""
         if self.seconds is not None or rate is None:
             return self.seconds
-        return self.price.passes / rate
+        return self.price.passes / rate + self.price.seconds
 
     def time(self, rate: float | None, featurizing: int) -> str:
         """Say the time that it takes beside the index."""
@@ -278,11 +278,12 @@ def seconds_of(
     """
     if (rate := model.rate()) is None:
         return None
-    passes = price(model, method, m, list(checkpoints), fit).passes
-    if not isinstance(method, Replay) or method.of != "run" or passes <= MEASURED * rate:
-        return passes / rate
-    step = _measured_step(model, method, m, checkpoints[-1])
-    return passes / rate if step is None else RunReplay(model, method).seconds(m, step)
+    priced = price(model, method, m, list(checkpoints), fit)
+    if isinstance(method, Replay) and method.of == "run" and priced.passes > MEASURED * rate:
+        step = _measured_step(model, method, m, checkpoints[-1])
+        if step is not None:
+            return RunReplay(model, method).seconds(m, step)
+    return priced.passes / rate + priced.seconds
 
 
 def _measured_step(model: FeaturizedModel, method: Replay, m: int, model_id: int) -> tuple[float, float] | None:

@@ -4,6 +4,7 @@ model."""
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,19 @@ def _precision_changes(saved: str, given: str) -> list[str]:
 
     Half precision rounds some thousandths of a gradient.
     """
+    _warn_of_precision(saved, given)
+    return []
+
+
+@cache
+def _warn_of_precision(saved: str, given: str) -> None:
+    """Warn once in a process, since every call compares."""
     logger.warning(
         "The features were computed with mixed precision %r, and the model at hand runs with %r. Gradients then "
         "differ by what half precision rounds, some thousandths of their norm.",
         saved,
         given,
     )
-    return []
 
 
 def _task_changes(saved: Any, given: Any) -> list[str]:

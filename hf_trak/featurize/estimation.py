@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_trak.config import BITS, TrakConfig
 from hf_trak.curvature.curvature import LARGEST_SIDE, PARTS, ROWS_PER_PART
-from hf_trak.curvature.observation import SMALLEST_SIDE
+from hf_trak.curvature.observation import SMALLEST_SIDE, decomposition_seconds
 from hf_trak.curvature.target_forms import low_rank_numel
 from hf_trak.featurize.exact_blocks import TARGET_SHARD_BYTES, target_dtype, target_rank
 from hf_trak.featurize.roofline import Roofline
@@ -49,6 +49,7 @@ class FitCost:
         scratch: disk while the fit runs: bases, and sums for each part of the sample.
         memory: sums of one pass, beside the weights. Activations and factors of one batch come on top.
         bases: numbers of the bases.
+        cubes: Σ I³ + J³, in proportion to the time of their eigendecompositions.
     """
 
     slots: Sequence[ParameterSlot]
@@ -57,6 +58,7 @@ class FitCost:
     scratch: int
     memory: int
     bases: int
+    cubes: int
 
     @classmethod
     def of(cls, model: nn.Module, slots: Sequence[ParameterSlot], args: TrakConfig, n: int) -> "FitCost":
@@ -65,11 +67,12 @@ class FitCost:
         matrices = [_matrices(slot) for slot in slots if slot.name not in tables]
         shapes = [shape for found in matrices for shape in found]
         single = args.curvature.kind in ("diagonal", "identity")
-        bases = 0 if single else sum(_cut_squares(side) for shape in shapes for side in shape)
+        sides = [] if single else [side for shape in shapes for side in shape]
+        bases, cubes = sum(_cut(side, 2) for side in sides), sum(_cut(side, 3) for side in sides)
         total = sum(slot.numel for slot in slots)
         parts = min(PARTS, -(-n // ROWS_PER_PART))
         memory = max(8 * bases, 4 * bases + 8 * total)
-        return cls(slots, shapes, 4 * (bases + total), 4 * (parts * (bases + total) + bases), memory, bases)
+        return cls(slots, shapes, 4 * (bases + total), 4 * (parts * (bases + total) + bases), memory, bases, cubes)
 
     def __str__(self) -> str:
         """Say what one parameter takes."""
@@ -97,10 +100,9 @@ def _matrices(slot: ParameterSlot) -> list[tuple[int, int]]:
     return [(slot.shape[0], slot.numel // slot.shape[0])]
 
 
-def _cut_squares(side: int) -> int:
-    """Return the elements of the bases of one side, which is cut where it is too long."""
-    parts = -(-side // LARGEST_SIDE)
-    return side * side // parts
+def _cut(side: int, power: int) -> int:
+    """Add up a power of the parts of one side, which is cut where it is too long."""
+    return side**power // (-(-side // LARGEST_SIDE)) ** (power - 1)
 
 
 def largest_share(model: nn.Module, layout: ParameterLayout, args: TrakConfig, n: int) -> FitCost | None:
@@ -128,7 +130,8 @@ class Cost:
         scratch: bytes on disk while the stage runs.
         memory: bytes of memory of one process. Activations of one batch come on top.
         passes: forward and backward passes of single rows, at most.
-        seconds: time for these passes at the rate of featurizing, where it was measured.
+        seconds: time for these passes at the rate of featurizing, where it was measured, and for decompositions.
+        cubes: see [`FitCost`].
     """
 
     disk: int = 0
@@ -136,6 +139,7 @@ class Cost:
     memory: int = 0
     passes: int = 0
     seconds: float | None = None
+    cubes: int = 0
 
 
 _SHARD_HEADER_BYTES = 550
@@ -326,7 +330,8 @@ def estimate_sizes(
         )
     if rows_per_second is not None:
         for name, one in stages.items():
-            stages[name] = replace(one, seconds=math.ceil(one.passes / processes) / rows_per_second)
+            seconds = math.ceil(one.passes / processes) / rows_per_second
+            stages[name] = replace(one, seconds=seconds + decomposition_seconds(one.cubes / processes))
     return Estimate(
         parameters=layout.total,
         model_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -377,6 +382,7 @@ def _exact_stages(
             fit.scratch,
             weights + fit.memory,
             2 * checkpoints * args.curvature.sample_size(n),
+            cubes=checkpoints * fit.cubes,
         ),
         "exact targets": Cost(
             checkpoints * itemsize * m * kept, 0, weights + targets + 4 * preconditioning, checkpoints * m

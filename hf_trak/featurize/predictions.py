@@ -114,12 +114,13 @@ def _task_of_targets(model: FeaturizedModel) -> Any:
     return model.task if inside is None else inside
 
 
-def with_predicted_classes(model: FeaturizedModel, scored: Dataset) -> Dataset:
+def with_predicted_classes(model: FeaturizedModel, scored: Dataset, eval_dataset: Dataset) -> Dataset:
     """Put the class that a classifier gives to each target beside its label, for reports.
 
     Args:
         model: the model, with the weights that it has now.
-        scored: targets with their scores.
+        scored: targets with their scores, or groups of targets.
+        eval_dataset: the targets as the model takes them, with their transform.
 
     Returns:
         The targets with a column such as `label_predicted`; as they are if they are groups or have no labels, if they
@@ -129,7 +130,7 @@ def with_predicted_classes(model: FeaturizedModel, scored: Dataset) -> Dataset:
     there = {*names} & {COUNT_COLUMN, PREDICTED, f"{label}_predicted"}
     if not label or there or not isinstance(_task_of_targets(model), ClassificationModelOutput):
         return scored
-    return with_column(scored, f"{label}_predicted", _classes(model, scored))
+    return with_column(scored, f"{label}_predicted", _classes(model, eval_dataset))
 
 
 def _classes(model: FeaturizedModel, dataset: Dataset) -> list[int]:

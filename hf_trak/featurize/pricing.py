@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_trak.curvature.files import CURVATURE_FILE, CurvatureFiles
+from hf_trak.curvature.observation import decomposition_seconds
 from hf_trak.errors import ConfigMismatchError, HfTrakError, StoreError
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
@@ -24,14 +25,16 @@ class Price:
     Attributes:
         passes (`int`): forward and backward passes of single rows, divided by the number of processes.
         disk (`int`): bytes that stay on disk.
+        seconds (`float`): time for eigendecompositions, beside the passes.
     """
 
     passes: int
     disk: int = 0
+    seconds: float = 0.0
 
 
 def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[int], fit: bool = True) -> Price:
-    """Work out the price of a method from its estimate.
+    """Work out the price of a method from its estimate. All processes call this together.
 
     Args:
         model: the featurized model.
@@ -58,7 +61,8 @@ def price(model: FeaturizedModel, method: AnyMethod, m: int, checkpoints: list[i
     if not fit or (parts and all(fitted(model, one, checkpoints) for one in parts)):
         extra.pop("curvature", None)
     passes = sum(one.passes for one in extra.values())
-    return Price(-(-passes // processes), sum(one.disk for one in extra.values()))
+    seconds = max(model.processes.gather(decomposition_seconds(sum(one.cubes for one in extra.values()) / processes)))
+    return Price(-(-passes // processes), sum(one.disk for one in extra.values()), seconds)
 
 
 def fitted(model: FeaturizedModel, method: Exact | Rerank, checkpoints: list[int]) -> bool | None:

@@ -154,9 +154,9 @@ def show_target(
         )
     options = ReportOptions(examples=examples, **columns)
     # Select the row first, so that full score lists of the other targets are not read.
-    rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
+    one = eval_dataset.select([index]) if isinstance(eval_dataset, Dataset) else eval_dataset and [eval_dataset[index]]
     alone = None if distributions is None else distributions.select([index])
-    run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
+    run = AttributionRun.collect(attributor, scored.select([index]), one, distributions=alone)
     views = RunViews(run, options.examples, options.columns())
     view = views.target(0, shown_as=index)
     return TargetDisplay(target_page(view, views.book.pictures), "\n".join(view.lines))

@@ -248,7 +248,8 @@ class AttributionRun:
             scored (`datasets.Dataset`):
                 The result of `attribute(eval_dataset, ...)`, one row per target, with `top_k` or with all scores.
             eval_dataset (`Dataset`, *optional*):
-                The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then.
+                The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then,
+                and for the classes that a classifier gives to them.
             distributions (`ScoreDistributions`, *optional*):
                 Distributions of the scores. By default there are none, unless `scored` has all scores.
             self_influence (*optional*):
@@ -275,8 +276,8 @@ class AttributionRun:
 
         train = None if isinstance(attributor.train_dataset, AbsentRows) else attributor.train_dataset
         every = {**known_facts(attributor), "targets": len(scored), **(facts or {})}
-        if Columns.find(scored).prediction is None:
-            scored = with_predicted_classes(attributor, scored)
+        if isinstance(eval_dataset, Dataset) and Columns.find(scored).prediction is None:
+            scored = with_predicted_classes(attributor, scored, eval_dataset)
         run = cls(with_words(attributor, scored), train, None, self_influence, distributions, every)
         run.check_rows(n)
         return run

@@ -182,11 +182,11 @@ class TrainingReport(Result):
         if (earlier := self.earlier) is None:
             return []
         change = mean_interval(self.losses - earlier.losses)
-        loss = f"{self.loss:.4g}, a change of {change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g})"
+        loss = f"{self.loss:.4g} ({change.value:+.3g}, {change.low:+.3g} to {change.high:+.3g})"
         found = [
             ("validation loss", f"{earlier.loss:.4g}", loss),
             ("training rows", f"{len(earlier.effects):,}", f"{len(self.effects):,}"),
-            ("probably wrong labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
+            ("doubted labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
         ]
         if earlier.relative or self.relative:  # sizes of two units, or of none
@@ -212,7 +212,10 @@ class TrainingReport(Result):
         return max(1, round(PROVED * len(self.effects)))
 
     def scaled(self) -> "TrainingReport":
-        """Return the report, with effects relative to the largest if a loss without harmful rows were below 0."""
+        """Return the report, with effects relative to the largest if a loss without harmful rows were below 0.
+
+        Derivatives of such a loss are as wrong, and what another learning rate would change is left out.
+        """
         left = self.loss - float(self.effects[self.harmful(self.removed)].sum())
         if self.loss < 0 or left >= 0:
             return self
@@ -220,7 +223,8 @@ class TrainingReport(Result):
         groups = [
             tuple(replace(one, effect=one.effect / by) for one in given) for given in (self.sources, self.labels)
         ]
-        return replace(self, effects=self.effects / by, sources=groups[0], labels=groups[1], relative=True)
+        effects = self.effects / by
+        return replace(self, effects=effects, sources=groups[0], labels=groups[1], settings={}, relative=True)
 
     @property
     def rough_doubts(self) -> str:
@@ -288,7 +292,8 @@ class TrainingReport(Result):
         doubted = "doubted" if self.rough_doubts else "probably wrong"
         lines.append(f"{doubted} labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
         lines += [self.rough_doubts] if self.rough_doubts else []
-        lines += [f"10 % more {name} changes the loss by {change:+.3g}" for name, change in self.settings.items()]
+        for name, change in self.settings.items():
+            lines.append(f"10 % more {name} changes the loss by {change:+.3g}, as far as its derivative tells")
         lines += [self.impossible] if self.impossible else []
         lines += [f"{name}: {before} before, {now} now" for name, before, now in self.compared]
         return "\n".join([*lines, *([] if self.proof is None else [str(self.proof)])])
@@ -355,7 +360,7 @@ def effects_of_training(
     seconds, settings = time.monotonic() - begun, dict[str, float]()
     if isinstance(chosen, Replay) and chosen.of == "run":
         changes = RunReplay(features, chosen).sensitivities(question)
-        settings = {name: 0.0 - change / scale for name, (change, _) in changes.items()}
+        settings = {name: -change / scale for name, (change, _) in changes.items() if change}
     effects = -scores / scale / (len(rows) if isinstance(chosen, Exact) else 1)
     column = class_column(rows)
     labels = None if column is None else RowGroups.of(rows, column)

@@ -134,7 +134,7 @@ def write_training_report(
         return ScoredView(rows.view(row), signed(effect), sign_of(-effect), bar(effect, largest))
 
     settings = {
-        f"10 % more {name}": f"changes the loss by {signed(change)}" if change else "changes nothing"
+        f"10 % more {name}": f"changes the loss by {signed(change)}, as far as its derivative tells"
         for name, change in report.settings.items()
     }
     duplicates = _duplicates(report, rows)

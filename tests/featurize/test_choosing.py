@@ -16,6 +16,7 @@ from replay_runs import config, recorded, sentences, trainer
 
 from hf_trak import Exact, Index, Replay, Rerank, TrakAttributor, TrakConfig
 from hf_trak.callbacks import TrakCallback
+from hf_trak.curvature.observation import decomposition_seconds
 from hf_trak.errors import ConfigMismatchError, NonFiniteError
 from hf_trak.featurize import choosing
 from hf_trak.featurize.choosing import Option, Options
@@ -46,6 +47,16 @@ def test_budgets() -> None:
     assert Options(measured, 100.0, 1_000).within("balanced").method == near.method
     replay = option(Replay(of="run"), 90_000, 1.0, False)
     assert Options((replay, slow, index), 100.0, 1_000).within("best") == replay
+
+
+def test_decompositions_count_beside_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a vocabulary of 49,152 take longer than the passes over few rows."""
+    monkeypatch.setattr("hf_trak.curvature.observation._cube_seconds", lambda side: 1e-9)
+    assert decomposition_seconds(1e6) == 0 and decomposition_seconds(6 * 8192**3) == pytest.approx(3298.5, abs=0.1)
+    exact, index = Option(Exact("ekfac"), Price(60, seconds=3298.0), 0.54, "figures", True), option(Index(), 0, 0.35)
+    found = Options((exact, index), 60.0, 60)
+    assert exact.lasts(60.0) == 3299.0 and "about 54 min 59 s" in found.line(exact, "best")
+    assert found.within("balanced") == index and found.within("best") == exact
 
 
 def test_a_measured_time_counts_before_the_rate_of_featurizing() -> None:

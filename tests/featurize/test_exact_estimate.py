@@ -39,12 +39,20 @@ def test_bytes_on_disk(tmp_path, curvature, monkeypatch):
     args = TrakConfig(str(tmp_path), curvature=curvature, use_cpu=True, budget="fast")
     own = TrakAttributor(Net(), args, rows(N, 0), task="image_classification")
     promised = own.estimate(M, method="exact").stages
-    kept = []
+    kept, cubes = [], []
+    decompose = fit.eigenbasis
+
+    def decomposed(total, *given):
+        cubes.append(len(total) ** 3)
+        return decompose(total, *given)
+
+    monkeypatch.setattr(fit, "eigenbasis", decomposed)
     monkeypatch.setattr(fit.CurvatureFit, "_conclude", _counting(fit.CurvatureFit._conclude, kept))
     own.attribute(rows(M, 1), method="exact")
     # biases join their weights, whose sides are one longer for it
     assert promised["curvature"].disk == pytest.approx(stored(tmp_path, "curvature/0/*.safetensors"), rel=0.05)
     assert promised["curvature"].scratch == pytest.approx(kept[0], rel=0.1)
+    assert promised["curvature"].cubes == pytest.approx(sum(cubes), rel=0.1) and bool(cubes) == (curvature == "ekfac")
     assert promised["exact targets"].disk == pytest.approx(
         stored(tmp_path, "experiments/*/*/*/preconditioned-*"), rel=0.05
     )

@@ -382,7 +382,7 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     found = last_result(attributor).counted()
     influence = attributor.self_influence()
     run = AttributionRun.collect(
-        attributor.features, scored, distributions=found, self_influence=influence, facts={"lds": 0.5}
+        attributor.features, scored, rows, distributions=found, self_influence=influence, facts={"lds": 0.5}
     )
     full = AttributionRun.collect(attributor.features, attributor.attribute(rows, top_k=None, name="all"))
     matrix = torch.tensor(np.stack(attributor.attribute(rows, top_k=None).with_format("numpy")["trak_scores"][:])).T
@@ -424,6 +424,22 @@ def test_rows_of_any_dataset_are_shown(attributor: TrakAttributor, tmp_path: Pat
     page = write_report(AttributionRun.load(run.save(tmp_path / "run")), tmp_path / "report.html").read_text()
     assert page.count('href="data:image/png') >= 3
     assert f"<bdi>{int(targets[0]['labels'])}</bdi>" in page
+
+
+def test_classes_of_targets_with_a_transform(attributor: TrakAttributor, tmp_path: Path):
+    """The targets of a result are as stored, and the model takes what the transform makes of them."""
+    rows = digits(100, 104).rename_column("pixel_values", "grey")
+    with torch.no_grad():
+        pixels = rows.with_format("torch")["grey"][:].float()
+        said = attributor.model(pixels).logits.argmax(1).tolist()
+    drawn = rows.with_transform(lambda batch: {"pixel_values": batch["grey"], "labels": batch["labels"]})
+    attributor.attribute(drawn, top_k=3)
+    run = last_result(attributor).run(attributor.features)
+    assert run.scored["labels_predicted"][:] == said
+    attributor.report(tmp_path / "report.html")
+    assert f"Target 1, label {rows[1]['labels']}" in repr(attributor.show(1))
+    attributor.attribute(drawn, top_k=3, group_by="labels")
+    attributor.report(tmp_path / "groups.html")
 
 
 def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):

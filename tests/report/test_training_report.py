@@ -216,9 +216,9 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
     page = (tmp_path / "page.html").read_text()
     assert "Weights &lt;every&gt; 9 steps are too few." in page
     rows = {name: (was, now) for name, was, now in found.compared}
-    loss = f"{report.loss:.4g}, a change of -0.25 (-0.25 to -0.25)"
+    loss = f"{report.loss:.4g} (-0.25, -0.25 to -0.25)"
     assert rows["validation loss"] == (f"{report.loss + 0.25:.4g}", loss) and loss in page
-    assert rows["probably wrong labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
+    assert rows["doubted labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
     assert rows["source <old>"] == ("+1.5", "no row") and "source &lt;old&gt;" in page
     assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
     for one in (replace(found, earlier=replace(before, relative=True)), replace(found, relative=True)):
