@@ -74,9 +74,10 @@ class RowView:
         for place, (column, text) in enumerate(content.texts):
             cut, left_out = pieces(text, content.spans if place == 0 else (), limit)
             texts.append(TextView(visible(column[:_LONGEST_LABEL]), cut, left_out))
-        label = _label(content.label)
+        label, prediction = _label(content.label), _label(content.prediction)
         alt = kind if row is None else f"{kind} {row}"
         alt += "" if label is None else f", label {label}"
+        alt += "" if prediction is None else f", predicted {prediction}"
         alt += f": {plain(texts[0].pieces)}" if texts else ""
         picture, sound, unshown = None, None, None
         if content.image is not None:
@@ -89,7 +90,7 @@ class RowView:
                 sound = as_uri(content.sound)
             except UnreadableSoundError as error:
                 unshown = visible(f"the sound: {error}")
-        return cls(row, alt, tuple(texts), label, _label(content.prediction), picture, sound, unshown)
+        return cls(row, alt, tuple(texts), label, prediction, picture, sound, unshown)
 
     @property
     def wrong(self) -> bool:
@@ -188,7 +189,7 @@ class TargetView:
 
     @property
     def lines(self) -> list[str]:
-        """Return the target and its rows in three lines of text."""
+        """Return the target and its rows in a few lines of text, the first row of each kind in words."""
         lines = [self.target.alt]
         sides = {"helped most": self.helped, "harmed most": self.harmed}
         if self.alike is not None:
@@ -197,6 +198,7 @@ class TargetView:
         for name, side in sides.items():
             rows = ", ".join(f"row {one.example.row} ({one.score})" for one in side)
             lines.append(f"  {name}: {rows or 'no row'}")
+            lines += [f"    {one.example.alt}" for one in side[:1] if one.example.texts]
         return lines
 
 

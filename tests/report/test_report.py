@@ -437,7 +437,7 @@ def test_classes_of_targets_with_a_transform(attributor: TrakAttributor, tmp_pat
     run = last_result(attributor).run(attributor.features)
     assert run.scored["labels_predicted"][:] == said
     attributor.report(tmp_path / "report.html")
-    assert f"Target 1, label {rows[1]['labels']}" in repr(attributor.show(1))
+    assert f"Target 1, label {rows[1]['labels']}, predicted {said[1]}" in repr(attributor.show(1))
     attributor.attribute(drawn, top_k=3, group_by="labels")
     attributor.report(tmp_path / "groups.html")
 
@@ -473,7 +473,7 @@ def test_one_target_in_a_notebook_stays_in_its_frame(attributor: TrakAttributor)
     inner = Elements(frame[1]["srcdoc"])
     assert not [tag for tag, _ in inner.tags if tag == "script"]
     assert HOSTILE[2] in inner.text and "Target 2" in inner.text and "All 50 scores" in inner.text
-    assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown)
+    assert f"row {scored[2]['trak_indices'][0]} (" in repr(shown) and "Training row" not in repr(shown)  # has no text
     with pytest.raises(ValueError, match=r"`target` is 4. Expected the number of one of 4 targets"):
         show_target(attributor.features, scored, 4)
 
