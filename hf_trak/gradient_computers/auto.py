@@ -277,7 +277,7 @@ class AutoGradientComputer(AbstractGradientComputer):
     def _plain_reference(self, samples: Samples) -> Reference | None:
         plain = self._make("iterative", dtype=None)
         assert isinstance(plain, IterativeGradientComputer)
-        reference = reference_of(plain, samples)
+        reference = reference_of(plain, samples, observe=self.half_precision is not False)
         if reference is not None:
             self.half_precision = reference.tolerance.ceiling is not None
         return reference

@@ -3,6 +3,7 @@
 The second half, in `engine_check`, compares an engine with them.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,7 +93,7 @@ class Reference:
     sketch: GradientSketch | None = None
 
 
-def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Reference | None:
+def reference_of(plain: IterativeGradientComputer, samples: Samples, observe: bool = True) -> Reference | None:
     """Take the gradients of samples alone, and check that they can be repeated and do not depend on padding.
 
     A sample whose gradient is not finite is left out: it cannot be compared, and the consumer of the gradients will
@@ -101,6 +102,8 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     Args:
         plain: takes the gradients, in the dtype of the parameters.
         samples: the samples.
+        observe: whether to look for half precision inside of the model, which takes a third of the time. A later
+            batch has none where an earlier one had none.
 
     Returns:
         `Reference` or `None`: `None` if no gradient is finite.
@@ -115,7 +118,8 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples) -> Referenc
     sketched = plain.layout.total >= SKETCHED_FROM and isinstance(plain.modelout_fn, BatchedModelOutput)
     sketch = GradientSketch(plain.layout) if sketched else None
     before = _generator_states()
-    with PrecisionObserver() as observer:
+    observer = PrecisionObserver()
+    with observer if observe else nullcontext():
         for row in samples.rows:
             gradient, output = _taken(plain, samples.alone(row), samples.side, sketch)
             if bool(torch.isfinite(gradient).all()):
