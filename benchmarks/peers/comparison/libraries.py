@@ -9,6 +9,7 @@ from typing import Any
 
 REQUIREMENTS: dict[str, list[str]] = {
     "hf_trak": [],
+    "hf_trak_linear": [],
     "traker": ["traker==0.3.2"],
     "dattri": ["dattri==0.3.0"],
     "bergson": [

@@ -11,8 +11,9 @@ from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.projectors import make_projector
 
 
-def attribute(job: Job, clock: Clock) -> Scores:
+def attribute(job: Job, clock: Clock, **settings: Any) -> Scores:
     disable_progress_bars()
+    settings = {"per_device_batch_size": job.batch_size, **settings}
     train, targets = job.case.dataset(job.case.train), job.case.dataset(job.case.targets)
 
     def attributor(**options: Any) -> TrakAttributor:
@@ -20,9 +21,8 @@ def attribute(job: Job, clock: Clock) -> Scores:
             output_dir=str(job.directory),
             proj_dim=job.k,
             seed=job.seed,
-            per_device_batch_size=job.batch_size,
             use_cpu=True,
-            **options,
+            **{**settings, **options},
         )
         return TrakAttributor(job.models[0], config, train, task=job.case.task)
 
