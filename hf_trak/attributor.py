@@ -27,7 +27,6 @@ from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
     class_column,
     doubted_labels,
-    most_harmful,
     repeated_rows,
     review_table,
     warn_of_price,
@@ -781,7 +780,7 @@ class TrakAttributor:
         chosen, features = Exact(), self.features  # the index finds few wrong labels: it compares rows for one target
         warn_of_price(features, chosen)
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
-        doubted, false = doubted_labels(features, most_harmful(effects), eval_dataset, chosen)
+        doubted, false = doubted_labels(features, np.flatnonzero(effects < 0), eval_dataset, chosen)
         label = class_column(rows)
         repeated = repeated_rows(features.row_batches(rows, "train"), label)
         return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)
@@ -805,7 +804,7 @@ class TrakAttributor:
 
         last = last_result(self)
         given = {"eval_dataset": last.question.rows, "distributions": last.counted()}
-        return show_target(self.features, last.scored, target, **given, **options)
+        return show_target(self.features, last.with_classes(self.features), target, **given, **options)
 
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write the last `attribute(..., per="target")` as one HTML file, as `hf-trak report` writes a saved run.

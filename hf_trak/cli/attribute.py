@@ -131,10 +131,8 @@ def run(argv: Sequence[str]) -> None:
     }
     if wanted.all_scores:
         facts[SCORE_FILES] = features.processes.broadcast_from_main(lambda: score_file_digests(scored, directory))
-    targets_as_given = last.question.rows
-    found = AttributionRun.collect(
-        features, scored, targets_as_given, distributions=counts, self_influence=influence, facts=facts
-    )
+    shown = last.with_classes(features)
+    found = AttributionRun.collect(features, shown, distributions=counts, self_influence=influence, facts=facts)
     if features.processes.is_main_process:
         found.save(directory, every_train_row=wanted.save_train_dataset)
     features.processes.wait_for_everyone()

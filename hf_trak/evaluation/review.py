@@ -53,10 +53,6 @@ _HARM = 2.0
 _NONE = 1e-3
 """Part of the largest effect below which a row has none."""
 
-_MOST_DOUBTED = 256
-_SHARE_DOUBTED = 0.01
-"""Number, or share of all rows if that is more, of the most harmful rows whose labels are looked at."""
-
 _CONTROLS = 64
 """Validation rows on which the rule for wrong labels is tried."""
 
@@ -234,41 +230,31 @@ def wrong_labels(sums: ArrayLike, own: ArrayLike, labels: ArrayLike) -> dict[int
     return {int(one): int(against[one]) for one in np.flatnonzero(doubted)}
 
 
-def most_harmful(effects: ArrayLike) -> np.ndarray:
-    """Return the numbers of the rows whose labels are looked at, ascending: those that harmed most.
-
-    Args:
-        effects: array `(n,)`, what training on each row did to the mean output of the validation rows.
-    """
-    values = np.asarray(effects)
-    most = max(_MOST_DOUBTED, int(len(values) * _SHARE_DOUBTED))
-    return np.sort(np.argsort(values, kind="stable")[: min(most, int((values < 0).sum()))])
-
-
-def doubting_seconds(features: FeaturizedModel, method: Exact, fit: bool) -> float:
+def doubting_seconds(features: FeaturizedModel, method: Exact, rows: int, fit: bool) -> float:
     """Return about how long [`doubted_labels`] takes; 0 without a column of labels, or with too few rows to measure.
 
     Args:
         features: the model and its training rows.
         method: how they are scored.
+        rows: number of rows whose labels are looked at.
         fit: whether to count a curvature that is not fitted yet.
     """
-    n = len(features.train_dataset)
     if class_column(features.train_dataset) is None:
         return 0.0
-    m = min(n, max(_MOST_DOUBTED, int(n * _SHARE_DOUBTED))) + _CONTROLS
-    return seconds_of(features, method, m, features.store.model_ids or [0], fit) or 0.0
+    return seconds_of(features, method, rows + _CONTROLS, features.store.model_ids or [0], fit) or 0.0
 
 
 def warn_of_price(features: FeaturizedModel, method: Exact) -> None:
     """Say how long a review takes, if it takes more than a minute. All processes call this together.
+
+    Half of the rows are taken to harm.
 
     Args:
         features: the model and its training rows.
         method: how they are scored.
     """
     seconds = seconds_of(features, method, 1, features.store.model_ids or [0]) or 0.0
-    seconds += doubting_seconds(features, method, fit=False)
+    seconds += doubting_seconds(features, method, len(features.train_dataset) // 2, fit=False)
     if seconds > MINUTE and features.processes.is_main_process:
         logger.warning("The review takes about %s: it scores all rows by %s.", duration(seconds), named(method))
 

@@ -25,7 +25,6 @@ from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
 from hf_trak.modelout_functions.tokens import IGNORED, ROLE_MASKS, TARGET_MASK
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import with_column
-from hf_trak.scores.groups import COUNT_COLUMN
 
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
@@ -114,23 +113,24 @@ def _task_of_targets(model: FeaturizedModel) -> Any:
     return model.task if inside is None else inside
 
 
-def with_predicted_classes(model: FeaturizedModel, scored: Dataset, eval_dataset: Dataset) -> Dataset:
+def with_predicted_classes(model: FeaturizedModel, scored: Dataset, rows: Any) -> Dataset:
     """Put the class that a classifier gives to each target beside its label, for reports.
 
     Args:
-        model: the model, with the weights that it has now.
-        scored: targets with their scores, or groups of targets.
-        eval_dataset: the targets as the model takes them, with their transform.
+        model: the model, with the weights that were asked.
+        scored: targets with their scores.
+        rows: the targets as the model takes them.
 
     Returns:
-        The targets with a column such as `label_predicted`; as they are if they are groups or have no labels, if they
-        have predictions, or if the model is no classifier.
+        The targets with a column such as `label_predicted`; as they are if they have no labels, or predictions, or
+        if the model is no classifier.
     """
-    label, names = _label_column(scored), scored.column_names
-    there = {*names} & {COUNT_COLUMN, PREDICTED, f"{label}_predicted"}
-    if not label or there or not isinstance(_task_of_targets(model), ClassificationModelOutput):
+    label = _label_column(scored)
+    there = {*scored.column_names} & {PREDICTED, f"{label}_predicted"}
+    classifies = isinstance(_task_of_targets(model), ClassificationModelOutput)
+    if not label or there or not classifies or not isinstance(rows, Dataset):
         return scored
-    return with_column(scored, f"{label}_predicted", _classes(model, eval_dataset))
+    return with_column(scored, f"{label}_predicted", _classes(model, rows))
 
 
 def _classes(model: FeaturizedModel, dataset: Dataset) -> list[int]:

@@ -1,5 +1,6 @@
 """The view of one target in a notebook."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -9,9 +10,11 @@ from datasets import Dataset
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.predictions import with_predicted_classes
 from hf_trak.featurize.question import Answer, Question
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Combination, Exact, Index, Replay, Rerank
+from hf_trak.report.content import Columns
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
 from hf_trak.report.run import AttributionRun, top_k_range
@@ -29,6 +32,7 @@ class LastResult:
         question: what was asked.
         answer: how it was answered.
         distributions: distributions of all scores of the targets, once they are counted.
+        judged: the result with the classes that a classifier gives to the targets, once they are predicted.
         check: what a retraining said of a replay, once there was one.
     """
 
@@ -37,12 +41,31 @@ class LastResult:
     answer: Answer
     distributions: ScoreDistributions | None = None
     check: str | None = None
+    judged: Dataset | None = None
 
     def counted(self) -> ScoreDistributions | None:
         """Count the scores of a top-k result in bins, once; `None` for a result that has all scores."""
         if self.distributions is None and TOP_K_COLUMNS[0] in self.scored.column_names:
             self.distributions = ScoreDistributions.from_blocks(self.answer.blocks(), *top_k_range(self.scored))
         return self.distributions
+
+    def with_classes(self, features: FeaturizedModel) -> Dataset:
+        """Return the result with the class that a classifier gives to each target, by the last checkpoint asked.
+
+        Args:
+            features (`FeaturizedModel`): the model that computed the scores.
+        """
+        if self.judged is None:
+            asked, last = self.question, self.question.ids[-1]
+            if asked.groups is not None or Columns.find(self.scored).prediction is not None:
+                self.judged = self.scored
+                return self.judged
+            replayed = isinstance(self.answer.method, Replay)  # which is about the weights that the model has
+            current = replayed or last not in features.store.model_ids
+            source = None if current else features.source_of(last, asked.sources)
+            with nullcontext() if current else features.weights(last, source):
+                self.judged = with_predicted_classes(features, self.scored, asked.eval_dataset)
+        return self.judged
 
     def facts(self, features: FeaturizedModel) -> dict[str, Any]:
         """Say what scores of whole gradients were computed with, in the place of projection and ridge.
@@ -86,7 +109,11 @@ class LastResult:
             features (`FeaturizedModel`): the model that computed it.
         """
         return AttributionRun.collect(
-            features, self.scored, self.question.rows, distributions=self.counted(), facts=self.facts(features)
+            features,
+            self.with_classes(features),
+            self.question.rows,
+            distributions=self.counted(),
+            facts=self.facts(features),
         )
 
 
@@ -154,9 +181,9 @@ def show_target(
         )
     options = ReportOptions(examples=examples, **columns)
     # Select the row first, so that full score lists of the other targets are not read.
-    one = eval_dataset.select([index]) if isinstance(eval_dataset, Dataset) else eval_dataset and [eval_dataset[index]]
+    rows = None if eval_dataset is None or isinstance(eval_dataset, Dataset) else [eval_dataset[index]]
     alone = None if distributions is None else distributions.select([index])
-    run = AttributionRun.collect(attributor, scored.select([index]), one, distributions=alone)
+    run = AttributionRun.collect(attributor, scored.select([index]), rows, distributions=alone)
     views = RunViews(run, options.examples, options.columns())
     view = views.target(0, shown_as=index)
     return TargetDisplay(target_page(view, views.book.pictures), "\n".join(view.lines))

@@ -25,7 +25,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from hf_trak.errors import StoreError
-from hf_trak.report.content import Columns, as_row, is_tensor, raw
+from hf_trak.report.content import as_row, is_tensor, raw
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.run_record import (
     RUN,
@@ -248,8 +248,7 @@ class AttributionRun:
             scored (`datasets.Dataset`):
                 The result of `attribute(eval_dataset, ...)`, one row per target, with `top_k` or with all scores.
             eval_dataset (`Dataset`, *optional*):
-                The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then,
-                and for the classes that a classifier gives to them.
+                The targets. Needed if they are no `datasets.Dataset`, since `scored` does not contain their rows then.
             distributions (`ScoreDistributions`, *optional*):
                 Distributions of the scores. By default there are none, unless `scored` has all scores.
             self_influence (*optional*):
@@ -270,14 +269,11 @@ class AttributionRun:
             scored = with_scores_of(eval_dataset, scored)
         if self_influence is not None:
             self_influence = np.asarray(self_influence, dtype=np.float32)
-        from hf_trak.featurize.predictions import with_predicted_classes  # as the next two: not for runs that are read
         from hf_trak.hub.loading import AbsentRows  # a downloaded index comes without training rows
         from hf_trak.report.words import with_words  # loads tasks, which a run that is read does without
 
         train = None if isinstance(attributor.train_dataset, AbsentRows) else attributor.train_dataset
         every = {**known_facts(attributor), "targets": len(scored), **(facts or {})}
-        if isinstance(eval_dataset, Dataset) and Columns.find(scored).prediction is None:
-            scored = with_predicted_classes(attributor, scored, eval_dataset)
         run = cls(with_words(attributor, scored), train, None, self_influence, distributions, every)
         run.check_rows(n)
         return run

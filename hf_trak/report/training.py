@@ -25,7 +25,6 @@ from hf_trak.evaluation.review import (
     class_column,
     doubted_labels,
     doubting_seconds,
-    most_harmful,
     outputs_without,
     repeated_rows,
     without_effect,
@@ -54,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "source"
 """The column of training rows that is taken for their source, unless another is named."""
+
+MOST_DOUBTED = 256
+"""Rows, the most harmful first, whose labels are compared with what other rows say."""
 
 MOST_COMPARED = 256
 """Rows, those with the largest effects, whose features are compared with those of all rows."""
@@ -340,7 +342,7 @@ def effects_of_training(
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
     exact = chosen if isinstance(chosen, Exact) else Exact()
     spent = seconds_of(features, chosen, 1, question.ids)
-    of_doubts = doubting_seconds(features, exact, fit=exact is not chosen)
+    of_doubts = doubting_seconds(features, exact, min(MOST_DOUBTED, len(rows) // 2), fit=exact is not chosen)
     if spent is not None and features.processes.is_main_process:
         text = (
             f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {duration(spent)}"
@@ -365,7 +367,7 @@ def effects_of_training(
     column = class_column(rows)
     labels = None if column is None else RowGroups.of(rows, column)
     kind = None if column is None else rows.features[column]
-    harmful = most_harmful(-effects)
+    harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])
     doubted, false_doubts = doubted_labels(features, harmful, eval_dataset, exact)
     repeated = repeated_rows(features.row_batches(rows, "train"), column)
     found = TrainingReport(

@@ -382,7 +382,7 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     found = last_result(attributor).counted()
     influence = attributor.self_influence()
     run = AttributionRun.collect(
-        attributor.features, scored, rows, distributions=found, self_influence=influence, facts={"lds": 0.5}
+        attributor.features, scored, distributions=found, self_influence=influence, facts={"lds": 0.5}
     )
     full = AttributionRun.collect(attributor.features, attributor.attribute(rows, top_k=None, name="all"))
     matrix = torch.tensor(np.stack(attributor.attribute(rows, top_k=None).with_format("numpy")["trak_scores"][:])).T
@@ -401,9 +401,11 @@ def test_from_features_to_page(attributor: TrakAttributor, tmp_path: Path):
     with torch.no_grad():
         logits = attributor.model(rows.with_format("torch")["pixel_values"][:].float()).logits
     classes = logits.argmax(1).tolist()
-    assert saved.scored["labels_predicted"][:] == classes != rows["labels"][:]
+    attributor.attribute(rows, top_k=8, name="few")
+    judged = last_result(attributor).run(attributor.features)
+    assert judged.scored["labels_predicted"][:] == classes != rows["labels"][:]
     right = np.mean(np.array(classes) == rows["labels"])
-    assert f"{right:.1%}" in text
+    assert f"{right:.1%}" in Elements(write_report(judged, tmp_path / "judged.html").read_text()).text
     json.loads((tmp_path / "run" / "run" / "run.json").read_text())
 
 
@@ -440,6 +442,23 @@ def test_classes_of_targets_with_a_transform(attributor: TrakAttributor, tmp_pat
     assert f"Target 1, label {rows[1]['labels']}, predicted {said[1]}" in repr(attributor.show(1))
     attributor.attribute(drawn, top_k=3, group_by="labels")
     attributor.report(tmp_path / "groups.html")
+    assert "labels_predicted" not in last_result(attributor).run(attributor.features).scored.column_names
+
+
+def test_the_checkpoint_that_is_asked_predicts(tmp_path: Path):
+    """And not the weights that the model has now."""
+    nets = [DigitNet(), DigitNet()]
+    with torch.no_grad():
+        nets[1].head.bias[3] += 1000
+    config = TrakConfig(str(tmp_path), proj_dim=64, use_cpu=True, budget="fast")
+    own = TrakAttributor(DigitNet(), config, train_dataset=digits(0, 30), task="image_classification")
+    own.featurize([net.state_dict() for net in nets])
+    rows = digits(100, 104)
+    for asked in ([1], None, [0]):
+        own.attribute(rows, top_k=3, checkpoints=asked)
+        said = last_result(own).run(own.features).scored["labels_predicted"][:]
+        assert (said == [3] * 4) == (asked != [0])
+        assert f"predicted {said[0]}" in repr(own.show(0))
 
 
 def test_show_shows_the_last_result(attributor: TrakAttributor, tmp_path: Path):
