@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_trak.attributor import last_result
-from hf_trak.cli.build import MethodArguments, begin, build, build_from_index, require_run, target_rows
+from hf_trak.cli.build import (
+    MethodArguments,
+    begin,
+    build,
+    build_from_index,
+    record_names,
+    require_run,
+    target_rows,
+)
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
+from hf_trak.data.columns import LABELS
 from hf_trak.engines.engine import Engine
 from hf_trak.methods import Exact, Index, Replay, Rerank, check_best_rows, checked_method
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
@@ -102,14 +111,16 @@ def run(argv: Sequence[str]) -> None:
         written = {} if classifies else {"max_new_tokens": wanted.max_new_tokens}
         rows = attributor.predict(rows, **written)
     top_k = None if wanted.all_scores else wanted.top_k
-    renamed = wanted.group_by == built.preparation.columns.label_column and wanted.group_by not in rows.column_names
+    group_by, labels = wanted.group_by, {built.preparation.columns.label_column, *LABELS}
+    if group_by is not None and group_by in labels - {*rows.column_names}:
+        group_by = "labels"  # as labels are called once they are prepared
     scored = attributor.attribute(
         rows,
         top_k=top_k,
         name=wanted.name,
         checkpoints=model_args.checkpoints,
         method=method,
-        group_by="labels" if renamed and wanted.group_by is not None else wanted.group_by,
+        group_by=group_by,
         part=None if wanted.words is None else Span(words=wanted.words),
     )
     last, features = last_result(attributor), attributor.features
@@ -136,6 +147,8 @@ def run(argv: Sequence[str]) -> None:
     if features.processes.is_main_process:
         found.save(directory, every_train_row=wanted.save_train_dataset)
     features.processes.wait_for_everyone()
+    if saved:
+        record_names(built, model_args, data)
     content = {"run": str(directory), "targets": len(scored), "train_rows": len(attributor.train_dataset)}
     answer(content, _lines(found, directory), output.json)
 

@@ -133,9 +133,8 @@ def build(
         task=found.task,
     )
     built = Built(attributor, found.preparation)
-    if saved:  # an index that Python made has no record until a command names its model and its rows
-        made = not (Path(trak.output_dir) / RECORD).is_file()
-        remember(built, dataclasses.replace(model_args, checkpoints=None) if made else model_args, data, write=made)
+    if saved:
+        remember(built, model_args, data, write=False)
     return built
 
 
@@ -291,6 +290,19 @@ def remember(built: Built, model_args: ModelArguments, data: DataArguments, writ
     if attributor.features.processes.is_main_process:
         write_sealed(path, given)
     attributor.features.processes.wait_for_everyone()
+
+
+def record_names(built: Built, model_args: ModelArguments, data: DataArguments) -> None:
+    """Record model and rows of an index that Python made, once a command has used them. All processes call this.
+
+    Args:
+        built: the attributor.
+        model_args, data: the arguments.
+    """
+    attributor = built.attributor
+    path = Path(attributor.args.output_dir) / RECORD
+    if not attributor.features.processes.broadcast_from_main(path.is_file):
+        remember(built, dataclasses.replace(model_args, checkpoints=None), data)
 
 
 def require_run(output_dir: str, model_args: ModelArguments, data: DataArguments) -> None:

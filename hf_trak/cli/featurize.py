@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hf_trak.cli.build import begin, build, quiet, remember, require_run
@@ -15,7 +17,7 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
     table,
 )
-from hf_trak.cli.record import require_own
+from hf_trak.cli.record import RECORD, remembered, require_own
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.fidelity import measure_fidelity
 from hf_trak.hub.index_files import write_train_rows
@@ -50,12 +52,16 @@ class FidelityArguments:
 def run(argv: Sequence[str]) -> None:
     """Compute features. The same command again computes only what is missing."""
     kinds = (ModelArguments, DataArguments, PartArguments, FidelityArguments, TrakConfig, OutputArguments)
-    model_args, data, part, wanted, trak, output = parse_yaml_and_args(
+    parse = partial(
+        parse_yaml_and_args,
         kinds,
         argv,
         prog="hf-trak featurize",
         description="Compute the features of a training set. After an interruption, the same command continues.",
     )
+    *_, trak, _ = parse()
+    made = {} if (Path(trak.output_dir) / RECORD).is_file() else remembered(trak.output_dir)  # by Python
+    model_args, data, part, wanted, trak, output = parse(defaults=made)
     quiet()
     start = time.perf_counter()
     require_own(trak.output_dir)

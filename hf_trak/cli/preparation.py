@@ -29,6 +29,7 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
+from hf_trak.modelout_functions.tokens import ROLE_MASKS
 from hf_trak.runtime.progress import no_progress_bars, with_column
 
 logger = logging.getLogger(__name__)
@@ -282,15 +283,18 @@ def _check_same_tokens(rows: Dataset, how: Preparation, task: str) -> None:
     some = evenly_spaced(rows, 32)
     with no_progress_bars():
         made = how.prepare(some.select_columns(texts), labelled=task not in _TEXT_TASKS)
+    marked = [name for name in ROLE_MASKS if name in rows.column_names]
     names = [name for name in ("input_ids", "labels") if name in made.column_names and name in rows.column_names]
-    for index, (row, again) in enumerate(zip(some, made, strict=True)):
+    for row, again in zip(some, made, strict=True):
         seen = row.get("attention_mask") or [1] * len(row["input_ids"])
-        if any([one for one, there in zip(row[name], seen, strict=True) if there] != again[name] for name in names):
-            raise ValueError(
-                f"The training rows were tokenized in another way than {texts} of the targets would be: row {index} "
-                f"of {len(some)} that were compared has {len(row['input_ids'])} tokens, and its text gives "
-                f"{len(again['input_ids'])} (`max_length` is one reason). {remedy}"
-            )
+        for name in (*names, *marked):
+            own = [one for one, there in zip(row[name], seen, strict=True) if there]
+            if own != again.get(name):
+                raise ValueError(
+                    f"The training rows were tokenized in another way than {texts} of the targets would be: "
+                    f"`{name}` of a row is {str(own)[:100]}, and its text gives {str(again.get(name))[:100]} "
+                    f"(`max_length` is one reason). {remedy}"
+                )
 
 
 def _check_label_columns(task: str, rows: Dataset) -> None:
@@ -391,9 +395,9 @@ def _class_numbers(model: Any, rows: Dataset, label_column: str | None) -> dict[
     ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
     if not all(name.lower().startswith("label_") for name in ids):
         return ids
-    kinds = [rows.features.get(name) for name in (label_column, *LABELS) if name is not None]
+    kinds = [rows.features.get(name) for name in (LABELS if label_column is None else (label_column,))]
     names = next((kind.names for kind in kinds if isinstance(kind, ClassLabel)), None)
-    return ids if names is None else {name: index for index, name in enumerate(names)}
+    return ids if names is None or len(names) != len(ids) else {name: index for index, name in enumerate(names)}
 
 
 def _with_labels(rows: Dataset, column: str, ids: Mapping[str, int]) -> Dataset:
@@ -407,10 +411,14 @@ def _with_labels(rows: Dataset, column: str, ids: Mapping[str, int]) -> Dataset:
         return _aligned(rows, feature.names, ids)
     if getattr(feature, "dtype", None) not in ("string", "large_string"):
         return rows
-    if unknown := sorted(set(rows["labels"][:]) - set(ids)):
-        raise ValueError(f"The labels {unknown[:5]} are not among those of the model, {list(ids)[:20]}.")
-    names = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])]
-    return rows.cast_column("labels", ClassLabel(names=names))
+    names, said = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])], set(rows["labels"][:])
+    unnamed = [f"LABEL_{index}" for index in range(len(names))]  # as models call classes without names
+    if unknown := sorted(said - set(names if said - set(unnamed) else unnamed)):
+        raise ValueError(
+            f"The labels {unknown[:5]} are not among those of the model and the training rows, {names[:20]}. Expected "
+            "some of these. Correct the labels."
+        )
+    return rows.cast_column("labels", ClassLabel(names=names if said - set(unnamed) else unnamed))
 
 
 def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dataset:
@@ -421,7 +429,8 @@ def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dat
         return rows
     in_order = sorted(ids, key=lambda name: ids[name])
     one_each = sorted(known.values()) == list(range(len(ids))) and len({*given}) == len(given)
-    if None not in numbers and one_each:
+    used = {numbers[label] for label in rows.unique("labels") if label is not None and label >= 0}
+    if None not in used and one_each:
         labels = [numbers[label] if label is not None and label >= 0 else label for label in rows["labels"]]
         return with_column(rows.remove_columns(["labels"]), "labels", labels, feature=ClassLabel(names=in_order))
     logger.warning(

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from hf_trak.cli.build import begin, build, require_run
+from hf_trak.cli.build import begin, build, record_names, require_run
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option
 from hf_trak.config import TrakConfig
 
@@ -24,6 +24,9 @@ def run(argv: Sequence[str]) -> None:
         kinds, argv, prog="hf-trak recommend", description=description
     )
     require_run(trak.output_dir, model_args, data)
-    found = build(model_args, data, trak, saved).attributor.recommend(wanted.eval_size)
+    built = build(model_args, data, trak, saved)
+    found = built.attributor.recommend(wanted.eval_size)
+    if saved:
+        record_names(built, model_args, data)
     command = f"hf-trak attribute --output_dir {shlex.quote(trak.output_dir)} --budget"
     answer(asdict(found), found.lines(lambda one: f"{command} {one.budget}  # {one.method}"), output.json)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_trak.cli.build import MethodArguments, begin, build, remember, require_run, target_rows
+from hf_trak.cli.build import MethodArguments, begin, build, record_names, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.methods import Replay
@@ -41,9 +41,7 @@ def run(argv: Sequence[str]) -> None:
     )
     require_run(trak.output_dir, model_args, data)
     stored = target_rows(data, targets)
-    built = build(model_args, data, trak)
-    if saved:
-        remember(built, model_args, data, write=False)
+    built = build(model_args, data, trak, saved)
     features, method = built.attributor.features, wanted.chosen()
     make_trainer = None
     if isinstance(method, Replay) and (method.of == "recipe" or wanted.training_args is not None):
@@ -67,6 +65,8 @@ def run(argv: Sequence[str]) -> None:
         title=wanted.title,
         examples=wanted.examples,
     )
+    if saved:
+        record_names(built, model_args, data)
     answer(
         {"loss": found.loss, "validation_rows": len(found.losses), **found.to_dict(), "report": str(path)},
         [*str(found).splitlines(), f"Report: {path}"],

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_trak.cli.build import begin, build, build_from_index, require_run, target_rows
+from hf_trak.cli.build import begin, build, build_from_index, record_names, require_run, target_rows
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, TargetArguments, answer, option
 from hf_trak.config import TrakConfig
 from hf_trak.data.columns import LABELS, PREDICTED, is_text
@@ -101,6 +101,8 @@ def run(argv: Sequence[str]) -> None:
         saved_run.save(directory)
     content: dict[str, Any] = {"target": wanted.target, **found.to_dict()}
     heading = f"Target {wanted.target}, training rows {', '.join(map(str, rows))}"
+    if saved:
+        record_names(built, model_args, data)
     answer(content, [heading, *str(found).split("\n")], output.json)
 
 

@@ -68,7 +68,11 @@ def adapters_identity(model: Any) -> dict[str, Any]:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping):
         return {}
-    return {str(name): _without(_content(config), ADAPTER_VOLATILE) for name, config in sorted(configs.items())}
+    found = {str(name): _without(_content(config), ADAPTER_VOLATILE) for name, config in sorted(configs.items())}
+    for one in found.values():  # PEFT lists the same modules again each time that it loads an adapter of a classifier
+        if isinstance(saved := one.get("modules_to_save"), list):
+            one["modules_to_save"] = list(dict.fromkeys(saved))
+    return found
 
 
 def _content(config: Any) -> dict[str, Any]:

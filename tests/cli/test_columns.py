@@ -232,18 +232,21 @@ def test_classes_of_targets_have_the_numbers_of_the_training_rows(models: Path, 
     """The model has no names of classes. Targets have them in another order, or as texts, and are grouped by them."""
     kinds = Features({"text": TEXT, "label": ClassLabel(names=["no", "yes"])})
     other = Features({"text": TEXT, "label": ClassLabel(names=["yes", "no"])})
+    more = Features({"text": TEXT, "label": ClassLabel(names=["no", "maybe", "yes"])})
     Dataset.from_dict({"text": SENTENCES, "label": [0, 1] * 3}, kinds).to_parquet(tmp_path / "train.parquet")
     for name, asked in (
         ("same", Dataset.from_dict({"text": SENTENCES[:3], "label": [1, 0, 0]}, kinds)),
         ("other", Dataset.from_dict({"text": SENTENCES[:3], "label": [0, 1, 1]}, other)),
         ("words", rows(text=SENTENCES[:3], label=["yes", "no", "no"])),
+        ("unnamed", rows(text=SENTENCES[:3], label=["LABEL_1", "LABEL_0", "LABEL_0"])),
+        ("more", Dataset.from_dict({"text": SENTENCES[:3], "label": [2, 0, 0]}, more)),
     ):
         asked.to_parquet(tmp_path / f"{name}.parquet")
     common = ["--output_dir", str(tmp_path / "trak"), "--use_cpu", "--proj_dim", "32"]
     model = ["--model", str(models / "bert"), "--train_dataset", str(tmp_path / "train.parquet")]
     assert main(["featurize", *model, *common]) == 0
     found = {}
-    for name in ("same", "other", "words"):
+    for name in ("same", "other", "words", "unnamed", "more"):
         given = ["--eval_dataset", str(tmp_path / f"{name}.parquet"), "--method", "index", "--name", name]
         assert main(["attribute", *common[:2], *given]) == 0
         found[name] = load_from_disk(tmp_path / "trak" / "scores" / name / "run" / "scored")

@@ -1,7 +1,9 @@
 """Commands on an index that a Python program made, with targets as texts."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
+from hf_trak.cli.preparation import Preparation, _check_same_tokens
+from hf_trak.data.columns import ColumnsRead
+from hf_trak.identity.config_identity import adapters_identity
 from hf_trak.report.run import AttributionRun
 
 WORDS = ["good", "bad", "film", "plot", "actor", "great", "dull", "the", "was"]
@@ -68,7 +73,7 @@ def test_texts_that_training_rows_did_not_become_tokens_like_are_refused(
     rows = Dataset.load_from_disk(made / "rows")
     cut = rows.map(lambda row: {name: row[name][:4] for name in ("input_ids", "attention_mask", "token_type_ids")})
     for name, other, said in (
-        ("cut", cut, "has 4 tokens, and its text gives 6 (`max_length` is one reason)"),
+        ("cut", cut, "(`max_length` is one reason)"),
         ("bare", rows.remove_columns("text"), "the targets have ['text'], which these do not have to compare with"),
     ):
         other.save_to_disk(tmp_path / name)
@@ -80,3 +85,66 @@ def test_texts_that_training_rows_did_not_become_tokens_like_are_refused(
 def test_texts_that_the_model_labels_itself_need_no_labels(made: Path, capsys: pytest.CaptureFixture[str]):
     named = ("--model", str(made / "model"), "--train_dataset", str(made / "rows"))
     assert asked(made, *named, "--predict", "--name", "said") == 0, capsys.readouterr().err
+
+
+def copied(made: Path, to: Path) -> Path:
+    """Copy the directory, with an index that no command has asked yet."""
+    shutil.copytree(made, to, ignore=shutil.ignore_patterns("featurize.json", "scores"))
+    return to
+
+
+def test_a_command_that_fails_records_nothing(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    home = copied(made, tmp_path / "home")
+    other = BertForSequenceClassification.from_pretrained(home / "model")
+    with torch.no_grad():
+        other.classifier.bias += 1
+    other.save_pretrained(home / "other")
+    BertTokenizer.from_pretrained(home / "model").save_pretrained(home / "other")
+    assert asked(home, "--model", str(home / "other"), "--train_dataset", str(home / "rows")) == 1
+    assert "CheckpointMismatchError" in capsys.readouterr().err
+    assert not (home / "trak" / "featurize.json").exists()
+    assert (
+        asked(home, "--model", str(home / "model"), "--train_dataset", str(home / "rows"), "--group_by", "label") == 0
+    )
+    assert asked(home, "--name", "again") == 0
+
+
+def test_a_report_of_the_training_names_model_and_rows(made: Path, tmp_path: Path):
+    home = copied(made, tmp_path / "home")
+    named = ("--model", str(home / "model"), "--train_dataset", str(home / "rows"), "--output_dir", str(home / "trak"))
+    assert main(["report", "--training", *named, "--eval_dataset", str(home / "mine.jsonl"), "--use_cpu"]) == 0
+    assert asked(home) == 0
+
+
+def test_a_part_of_the_features_is_computed_again(made: Path, tmp_path: Path):
+    """`featurize` takes the settings of the index, too."""
+    home = copied(made, tmp_path / "home")
+    shard = sorted((home / "trak").rglob("train-*.safetensors"))[0]
+    before = shard.read_bytes()
+    shard.unlink()
+    named = ("--model", str(home / "model"), "--train_dataset", str(home / "rows"))
+    assert main(["featurize", *named, "--output_dir", str(home / "trak"), "--use_cpu"]) == 0
+    assert shard.read_bytes() == before
+
+
+def test_masks_of_training_rows_that_texts_do_not_have(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A mask says which tokens are trained on; tokens of a text alone would all be."""
+    tokenizer = BertTokenizer.from_pretrained(made / "model")
+    rows = Dataset.from_list([{"text": text, **tokenizer(text)} for text, _ in TARGETS])
+    masked = rows.map(lambda row: {"completion_mask": [0] * 3 + [1] * (len(row["input_ids"]) - 3)})
+
+    def prepare(data: Dataset, labelled: bool = True) -> Dataset:
+        return data.map(lambda row: dict(tokenizer(row["text"])))
+
+    how = Preparation(prepare, columns=ColumnsRead(["text"]))
+    _check_same_tokens(rows, how, "causal_lm")
+    with pytest.raises(ValueError, match=r"`completion_mask` of a row is \[0, 0, 0, 1.*gives None"):
+        _check_same_tokens(masked, how, "causal_lm")
+
+
+def test_modules_that_an_adapter_saves_count_once() -> None:
+    pytest.importorskip("peft")
+    twice = SimpleNamespace(modules_to_save=["classifier", "score", "classifier", "score"], r=2)
+    once = SimpleNamespace(modules_to_save=["classifier", "score"], r=2)
+    found = [adapters_identity(SimpleNamespace(peft_config={"default": one})) for one in (twice, once)]
+    assert found[0] == found[1] and found[0]["default"]["modules_to_save"] == ["classifier", "score"]
