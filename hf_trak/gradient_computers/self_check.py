@@ -103,7 +103,7 @@ def reference_of(plain: IterativeGradientComputer, samples: Samples, observe: bo
         plain: takes the gradients, in the dtype of the parameters.
         samples: the samples.
         observe: whether to look for half precision inside of the model, which takes a third of the time. A later
-            batch has none where an earlier one had none.
+            batch is taken to have none where an earlier one had none.
 
     Returns:
         `Reference` or `None`: `None` if no gradient is finite.
