@@ -14,7 +14,7 @@ from datasets import Dataset
 from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments, option, parse_yaml_and_args
 from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation, training_rows
-from hf_trak.cli.record import RECORD, read_record, remembered
+from hf_trak.cli.record import RECORD, read_record, remembered_or_made
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError
@@ -228,7 +228,7 @@ def begin(
     parse = partial(parse_yaml_and_args, kinds, argv, prog=prog, description=description)
     first = parse()
     (where,) = (one.output_dir for one in first if isinstance(one, TrakConfig))
-    saved = remembered(where)
+    saved = remembered_or_made(where)
     if any(getattr(one, "index", None) is not None for one in first):
         saved = {}
     quiet()

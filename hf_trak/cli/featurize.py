@@ -17,7 +17,7 @@ from hf_trak.cli.parser import (
     parse_yaml_and_args,
     table,
 )
-from hf_trak.cli.record import RECORD, remembered, require_own
+from hf_trak.cli.record import RECORD, remembered_or_made, require_own
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.fidelity import measure_fidelity
 from hf_trak.hub.index_files import write_train_rows
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> None:
         description="Compute the features of a training set. After an interruption, the same command continues.",
     )
     *_, trak, _ = parse()
-    made = {} if (Path(trak.output_dir) / RECORD).is_file() else remembered(trak.output_dir)  # by Python
+    made = {} if (Path(trak.output_dir) / RECORD).is_file() else remembered_or_made(trak.output_dir)  # by Python
     model_args, data, part, wanted, trak, output = parse(defaults=made)
     quiet()
     start = time.perf_counter()

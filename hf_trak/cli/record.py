@@ -16,30 +16,36 @@ _REMEDY = "Restore it from a copy, or run `hf-trak featurize` again with all arg
 
 
 def remembered(output_dir: str) -> dict[str, Any]:
+    """Read the arguments of `hf-trak featurize`; empty if that command has not written this directory.
+
+    Raises:
+        IncompleteStoreError: the directory is a copy of an index that somebody else made.
+        StoreError: the record is damaged.
+    """
+    require_own(output_dir)
+    path = Path(output_dir) / RECORD
+    if not path.is_file():
+        return {}
+    saved = read_record(path)
+    return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
+
+
+def remembered_or_made(output_dir: str) -> dict[str, Any]:
     """Read the arguments of `hf-trak featurize`, or those that define the features of an index that Python made.
 
     Returns:
         The arguments by their names; empty if the directory has no index.
 
     Raises:
-        IncompleteStoreError: the directory is a copy of an index that somebody else made.
-        StoreError: the record, or the configuration of the index, is damaged.
+        As [`remembered`]; StoreError, too, if the configuration of the index is damaged.
     """
-    require_own(output_dir)
-    path = Path(output_dir) / RECORD
-    if not path.is_file():
-        return _of_index(Path(output_dir))
-    saved = read_record(path)
-    return {**saved["arguments"], **{name: value for name, value in saved["trak"].items() if name != "output_dir"}}
+    if saved := remembered(output_dir):
+        return saved
+    from hf_trak.featurize.definition import recorded_arguments, whitening_arguments  # slow to import
+    from hf_trak.store.store import FeatureStore
 
-
-def _of_index(output_dir: Path) -> dict[str, Any]:
-    from hf_trak.store.store import FeatureStore  # slow to import, and not needed for records
-
-    if not (output_dir / FeatureStore.CONFIG_FILE).is_file():
+    if not (Path(output_dir) / FeatureStore.CONFIG_FILE).is_file():
         return {}
-    from hf_trak.featurize.definition import recorded_arguments, whitening_arguments
-
     config = FeatureStore.load(output_dir).config
     return {
         **recorded_arguments(config),

@@ -54,7 +54,7 @@ from hf_trak.modelout_functions.function import task_identity
 from hf_trak.projectors import BlockProjector, make_projector
 from hf_trak.runtime.lockstep import Lockstep
 from hf_trak.runtime.processes import Processes
-from hf_trak.runtime.progress import Pace
+from hf_trak.runtime.progress import Pace, say
 from hf_trak.runtime.sharding import RowDivision, is_sharded
 from hf_trak.runtime.temporary import temporary_name
 from hf_trak.scores.groups import GroupBy, target_features, target_groups
@@ -402,6 +402,9 @@ class FeaturizedModel:
         if self.train_size < 3:
             return None
         known = min(filter(None, self.processes.gather(self._rate)), default=None)
+        if known is None and self.processes.is_main_process:
+            size, batches = measured_batches(self.train_size, self.batch_size)
+            say(logger, f"{size * batches} rows are featurized first, to measure what methods cost.")
         self._rate = self.measured_rate() if known is None else known
         return self._rate
 

@@ -297,7 +297,10 @@ def test_a_curvature_with_other_settings_is_left_alone(tmp_path: Path) -> None:
     assert np.array_equal(scores_of(diagonal, top_k=5), scores_of(other, top_k=5, method="index"))
 
 
-def test_the_batch_size_that_fits_is_that_of_a_fit_and_of_a_measured_time(directory: Path, tmp_path: Path) -> None:
+def test_the_batch_size_that_fits_is_that_of_a_fit_and_of_a_measured_time(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="hf_trak")
     auto = config(tmp_path, per_device_batch_size="auto")
     features = TrakAttributor.from_trainer(trainer(directory), auto).features
     assert features.batch_size == auto.batch_size > 3
@@ -308,6 +311,9 @@ def test_the_batch_size_that_fits_is_that_of_a_fit_and_of_a_measured_time(direct
         lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     assert features.rate() > 0 and max(seen) <= 3
+    assert "9 rows are featurized first" in caplog.text  # three batches of the ten rows
+    caplog.clear()
+    assert features.rate() > 0 and not caplog.text
 
 
 def test_a_time_that_featurizing_took_is_not_measured_again(directory: Path, tmp_path: Path, monkeypatch) -> None:
