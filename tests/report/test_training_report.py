@@ -451,8 +451,9 @@ def near_of(gradients: torch.Tensor, repeated: dict[int, int]) -> tuple[tuple[in
     return _near(features, np.linspace(1, 2, len(gradients)), repeated)
 
 
-def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path) -> None:
-    """They have no text, and labels as pandas writes them. Sounds are played; a page has one for each row it shows."""
+def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They have no text. Sounds are played; a page has one for each row it shows. Its price is said first."""
+    caplog.set_level("INFO", logger="hf_trak")
     rng = np.random.default_rng(0)
     rows = [{"pixels": one.tolist(), "labels": int(i % 3)} for i, one in enumerate(rng.random((24, 64)))]
     tone = {"array": [0.0, 0.5, -0.5], "sampling_rate": 8000}
@@ -464,6 +465,8 @@ def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path) -> None:
         page = tmp_path / f"{name}.html"
         found = training_report(features, train.select(range(5)), page, method="exact", examples=2)
         assert len(found.labels) == 3 and found.doubts > 0
+        assert "The report takes Exact(" in caplog.text and "for labels that may be wrong." in caplog.text
+        caplog.clear()
         assert page.read_text().count("<audio") == (0 if name == "arrays" else 4 + len(found.doubted))
 
 
