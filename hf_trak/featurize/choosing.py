@@ -273,16 +273,16 @@ def seconds_of(
         fit: whether to count a curvature that is not fitted yet.
 
     Returns:
-        Seconds by a measured step, if a long run is replayed, and otherwise by the rate of featurizing; `None` with
-        too few rows to measure that.
+        Seconds by a measured step, if a run is replayed, and otherwise by the rate of featurizing; `None` with too few
+        rows to measure that.
     """
-    if (rate := model.rate()) is None:
-        return None
-    priced = price(model, method, m, list(checkpoints), fit)
-    if isinstance(method, Replay) and method.of == "run" and priced.passes > MEASURED * rate:
+    if isinstance(method, Replay) and method.of == "run":
         step = _measured_step(model, method, m, checkpoints[-1])
         if step is not None:
             return RunReplay(model, method).seconds(m, step)
+    if (rate := model.rate()) is None:
+        return None
+    priced = price(model, method, m, list(checkpoints), fit)
     return priced.passes / rate + priced.seconds
 
 

@@ -42,7 +42,7 @@ from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.share import PRODUCTS
 from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
 from hf_trak.trajectory.summary import RunSummary
-from hf_trak.trajectory.sweep import COPIES, TOGETHER, BackwardSweep, SweepOptions, part_length
+from hf_trak.trajectory.sweep import COPIES, TOGETHER, BackwardSweep, SweepOptions, gradient_passes
 from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
 
 logger = logging.getLogger(__name__)
@@ -386,11 +386,10 @@ class RunReplay:
         """
         rows, product = step
         steps, width = self.path.steps, self.record.layout.total
-        sweeps = 2 + (part_length(len(steps), width, self.path.weights(0).element_size()) < len(steps))
+        every = sum(len(one.rows) for one in steps)
+        sweeps = gradient_passes(len(steps), -(-every // len(steps)), width, self.path.weights(0).element_size())
         product *= m * self.method.hessian_share / self.model.processes.num_processes
-        return (
-            sum(len(one.rows) for one in steps) / len(steps[0].rows) * (len(self._parts(m)) * sweeps * rows + product)
-        )
+        return every / len(steps[0].rows) * (len(self._parts(m)) * sweeps * rows + product)
 
     def _check_weights(self, path: RunPath, last: Tensor) -> None:
         """Compare parameters and weights of the model with those at the end of the run."""

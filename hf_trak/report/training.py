@@ -18,6 +18,7 @@ import torch
 from datasets import ClassLabel, Dataset, Value
 from torch.nn.functional import normalize
 
+from hf_trak._compat import counted_items
 from hf_trak.data.rows import batch_rows
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.evaluation.review import (
@@ -32,7 +33,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
-from hf_trak.featurize.choosing import doubt, seconds_of
+from hf_trak.featurize.choosing import MINUTE, doubt, seconds_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
@@ -348,7 +349,11 @@ def effects_of_training(
             f"The report takes {named(chosen)}, {passes:.1f} passes over {len(rows):,} rows: about {duration(spent)}"
         )
         text += f", and {duration(of_doubts)} for labels that may be wrong" if of_doubts else ""
-        say(logger, f"{text}{'' if make_trainer is None else '; the proof trains twice'}.")
+        text += "." if make_trainer is None else "; the proof trains twice."
+        if spent + of_doubts > MINUTE:
+            logger.warning("%s", text)
+        else:
+            say(logger, text)
     begun = time.monotonic()
     doubts = doubt(features, question, chosen) if method == "auto" and isinstance(chosen, Replay) else None
     if doubts is None:
@@ -448,11 +453,17 @@ def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
     return replace(features.question(eval_dataset, group_by=ALL, featurized=False), of_loss=True)
 
 
+def _items(features: FeaturizedModel, task: AggregatedModelOutput, batch: Any) -> float:
+    """Count the labels of a batch as its trainer does, which may count a first one that no token comes before."""
+    items = None if features.trainer is None else counted_items(features.trainer, [batch])
+    return float(task.label_weights(batch).sum()) if items is None else items
+
+
 def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
     """Compute the loss of every validation row by the task, divided by a scale `(m,)`, and this scale.
 
     The mean of what is returned is the loss of all rows as a batch of the trainer has it. Losses of tokens are sums
-    over the labels of a row, whose mean number is the scale. That of a regression is ½ (ŷ − y)², where the model has
+    over the labels of a row, whose mean number, as the trainer counts them, is the scale. That of a regression is ½ (ŷ − y)², where the model has
     no ½. What a batch divides a trainer's own loss by (labels, weights of classes, nothing) is found from the batch.
     """
     task, model, m = features.task, features.model, len(eval_dataset)
@@ -469,7 +480,7 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
         return losses / scale, scale
     scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
     if isinstance(task, AggregatedModelOutput):
-        scale = sum(float(task.label_weights(batches.collated(list(cut))).sum()) for cut in cuts) / m
+        scale = sum(_items(features, task, batches.collated(list(cut))) for cut in cuts) / m
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
     featurizer, found = features.featurizer(minus), np.empty(m)
     with evaluating(model), pass_settings(model), torch.no_grad():

@@ -14,9 +14,9 @@ PRODUCTS: dict[CurvatureForm, float] = {"gauss-newton": 4 / 3, "hessian": 2.0}
 and a backward pass are four products of matrices where training has three, and differentiating twice is six."""
 
 
-def trainings(targets: int, share: float, form: CurvatureForm) -> float:
-    """Estimate the work of a sweep in trainings: to rebuild the states, for gradients of rows, and for products."""
-    return 2 + PRODUCTS[form] * share * targets
+def trainings(gradients: float, targets: int, share: float, form: CurvatureForm) -> float:
+    """Estimate the work of a sweep in trainings: for so many times the gradients of all rows, and for products."""
+    return gradients + PRODUCTS[form] * share * targets
 
 
 _LEAST_RATE = 0.1

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from hf_trak.config import HESSIAN_SHARE
+from hf_trak.trajectory.passes import CurvatureForm
 from hf_trak.trajectory.record import is_known
 from hf_trak.trajectory.share import trainings
 from hf_trak.trajectory.states import RunPath
-from hf_trak.trajectory.sweep import TOGETHER, sweep_bytes
+from hf_trak.trajectory.sweep import TOGETHER, gradient_passes, sweep_bytes
 
 _CLIPPED = 0.999
 """Part of the largest norm from which on a gradient was clipped, in rounding."""
@@ -73,9 +74,9 @@ class RunSummary:
             hessian_share (`float`, *optional*, defaults to 1.0): see [`~hf_trak.Replay`]. Half of the rows or more
                 have the Hessian, fewer the Gauss-Newton matrix.
         """
-        return self.epochs * trainings(
-            targets, hessian_share, "hessian" if hessian_share >= HESSIAN_SHARE else "gauss-newton"
-        )
+        gradients = gradient_passes(self.steps, -(-self.rows // self.steps), self.parameters)
+        form: CurvatureForm = "hessian" if hessian_share >= HESSIAN_SHARE else "gauss-newton"
+        return self.epochs * trainings(gradients, targets, hessian_share, form)
 
     def memory(self, targets: int, hessian_share: float = 1.0) -> int:
         """Estimate the bytes of a sweep of m targets together, beside the model.

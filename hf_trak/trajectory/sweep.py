@@ -8,7 +8,8 @@ A first sweep forwards rebuilds the moments of the optimizer. It needs the gradi
 the step itself: from one of the known weights the steps are taken again up to the next ones. Where these are missed by
 more than [`MISSED`] (of a training with dropout that is not recorded, say), it begins again on lines between the known
 weights. It keeps the states at the first step of each of about √T parts. Then the parts are taken from the last to the
-first: forwards again, and backwards. A killed sweep goes on from the last file with the same bits.
+first: forwards again, and backwards. Gradients of rows that fit into memory are kept from the one for the other. A
+killed sweep goes on from the last file with the same bits.
 """
 
 import logging
@@ -24,7 +25,7 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import RowProgress
 from hf_trak.store.shards import TensorSpec, read_tensors, write_tensors
 from hf_trak.trajectory.optimizer_steps import AdamStep, Cotangents, Moments, OptimizerStep
-from hf_trak.trajectory.passes import ROW_BYTES, ROW_COPIES, CurvatureForm, StepPasses
+from hf_trak.trajectory.passes import ROW_BYTES, ROW_COPIES, CurvatureForm, RowGradients, StepPasses
 from hf_trak.trajectory.record import is_known
 from hf_trak.trajectory.share import RowDraws
 from hf_trak.trajectory.states import RunPath, State
@@ -33,7 +34,7 @@ from hf_trak.trajectory.swept_targets import SweptTargets
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**30
-"""Memory for the states of a part of the run. A run whose states all fit is one part."""
+"""Memory for the states of a part of the run, and for gradients of its rows. A run whose states all fit is one part."""
 
 COPIES = 8
 """Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of
@@ -60,6 +61,25 @@ def part_length(steps: int, parameters: int, size: int = 4) -> int:
     return steps if _STATE * steps * parameters * size <= KEPT_BYTES else math.ceil(math.sqrt(steps))
 
 
+def _bytes_for_rows(steps: int, parameters: int, size: int = 4) -> int:
+    """Return the memory that the states of a part leave for gradients of its rows."""
+    return max(0, KEPT_BYTES - _STATE * (part_length(steps, parameters, size) + 1) * parameters * size)
+
+
+def gradient_passes(steps: int, rows: int, parameters: int, size: int = 4) -> float:
+    """Return how often a sweep computes the gradients of all rows: to rebuild the states, and where they are not kept.
+
+    Args:
+        steps: T.
+        rows: rows of a step.
+        parameters: P.
+        size: bytes of a number.
+    """
+    part = part_length(steps, parameters, size)
+    kept = _bytes_for_rows(steps, parameters, size) / (part * rows * parameters * size)
+    return 2 + (part < steps) - min(1.0, kept)
+
+
 def sweep_bytes(steps: int, rows: int, parameters: int, targets: int) -> int:
     """Estimate the memory of a sweep in float32, without what the model needs for its passes.
 
@@ -71,6 +91,7 @@ def sweep_bytes(steps: int, rows: int, parameters: int, targets: int) -> int:
     """
     states = _STATE * (part_length(steps, parameters) + 1)
     gradients = min(ROW_BYTES, rows * parameters * ROW_COPIES)
+    gradients += min(_bytes_for_rows(steps, parameters), 4 * part_length(steps, parameters) * rows * parameters)
     return 4 * parameters * (COPIES * targets + states) + gradients
 
 
@@ -113,6 +134,7 @@ class BackwardSweep:
         totals, rates = [len(one.rows) for one in path.steps], path.numbers.rates.max(1).values
         self._draws = RowDraws.of(totals, rates.cpu(), options.share, options.seed)
         self._groups: list[SweptTargets] = []
+        self._gradients: dict[int, list[RowGradients]] = {}
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -147,8 +169,11 @@ class BackwardSweep:
         step = self.path.numbers.step(index)
         return replace(step, smoothing=self.options.smoothing) if isinstance(step, AdamStep) else step
 
-    def _forward(self, index: int, state: State) -> State:
-        """Take a step: the weights after it are known ones, or its own, or on a line. The moments are rebuilt."""
+    def _forward(self, index: int, state: State, kept: list[RowGradients] | None = None) -> State:
+        """Take a step: the weights after it are known ones, or its own, or on a line. The moments are rebuilt.
+
+        The gradients of its rows are kept in a list, if there is one.
+        """
         gradient, squares, count, losses = torch.zeros_like(state.weights), torch.zeros_like(state.weights), 0, 0.0
         self.passes.put(state.weights)
         for part in self.passes.rows(self.path.steps[index].batches):
@@ -156,6 +181,8 @@ class BackwardSweep:
             squares += part.gradients.square().sum(0)
             count += len(part.rows)
             losses += part.loss
+            if kept is not None:
+                kept.append(part)
         self.forward[0, index] = losses
         if index == 0:
             self._check_gradient(gradient)
@@ -179,11 +206,16 @@ class BackwardSweep:
                 "dropout, or are parameters frozen now that were not?"
             )
 
-    def _states(self, start: int) -> list[State]:
-        """Rebuild the states before each step of a part, and the one after it."""
-        states = [self._read_state(start)]
+    def _states(self, start: int, behind: int) -> list[State]:
+        """Rebuild the states before each step of a part, and the one after it, up to the step that is left."""
+        states, size = [self._read_state(start)], torch.promote_types(self.dtype, torch.float32).itemsize
+        self._gradients, left = {}, _bytes_for_rows(self.count, self.width, size)
         for index in range(start, min(start + self.part, self.count)):
-            states.append(self._forward(index, states[-1]))
+            kept, wanted = None, len(self.path.steps[index].rows) * self.width * size
+            if index < behind and wanted <= left:
+                kept = self._gradients[index] = []
+                left -= wanted
+            states.append(self._forward(index, states[-1], kept))
         return states
 
     def _rebuild(self, progress: RowProgress) -> None:
@@ -255,12 +287,12 @@ class BackwardSweep:
         """Rebuild the part of the run before a step, and take the groups back through it that are not."""
         start = (behind - 1) // self.part * self.part
         with self.processes.all_or_none():
-            states = self._states(start)
+            states = self._states(start, behind)
         if self._again and behind == self.count and self._missed():
             self._again, self.forward[1] = False, math.nan
             self._rebuild(progress)
             with self.processes.all_or_none():
-                states = self._states(start)
+                states = self._states(start, behind)
         progress.update(sum(len(one.rows) for one in self.path.steps[start:behind]))
         for index in range(behind - 1, start - 1, -1):
             groups = [group for group in self._groups if group.behind > index]
@@ -290,7 +322,9 @@ class BackwardSweep:
         ways = torch.stack([after.weights - state.weights, decayed.to(state.weights)])
         with self.processes.all_or_none():
             self.passes.put(state.weights)
-            held = list(self.passes.rows(recorded.batches)) if self.passes.fits(len(recorded.rows)) else None
+            held = self._gradients.pop(index, None)
+            if held is None and self.passes.fits(len(recorded.rows)):
+                held = list(self.passes.rows(recorded.batches))
             gradient = torch.zeros_like(state.weights)
             for part in held or self.passes.rows(recorded.batches):
                 gradient += part.gradients.sum(0)

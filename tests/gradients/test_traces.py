@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_trak.gradient_computers.hooked import width_traces
 from hf_trak.gradient_computers.hooked.batch_axis import (
@@ -255,6 +262,29 @@ def test_few_traces_are_computed_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     gradients(model, [images(0, width, 3) for width in range(2, 20)])
     assert sum(passes) == width_traces.MOST_FAILURES
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_class_token_is_found_out_at_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a batch shows that it was expanded; all layers behind it are known by then."""
+    config = ViTConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4)
+    config.num_hidden_layers = layers
+    model = ViTForImageClassification(config).eval()
+    passes, kept = [], HookedGradientComputer._pass
+    monkeypatch.setattr(
+        HookedGradientComputer, "_pass", lambda self, *args: (passes.append(args[1]), kept(self, *args))[1]
+    )
+    images = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    task = function_task(lambda result, batch: result.logits[:, 1], model)
+    computer = HookedGradientComputer(model, task, dtype=None, device=None)
+    found = computer.compute_per_sample_grad({"pixel_values": images})
+    assert passes == [1, 5, 1, 5]
+    for row, image in enumerate(images):
+        f = model(pixel_values=image[None]).logits[0, 1]
+        truth = torch.autograd.grad(f, list(model.parameters()), allow_unused=True)
+        for (name, parameter), gradient in zip(model.named_parameters(), truth, strict=True):
+            expected = torch.zeros_like(parameter) if gradient is None else gradient
+            torch.testing.assert_close(found[name][row], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_what_steps_say_of_a_call() -> None:

@@ -168,12 +168,15 @@ def test_other_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_parts_of_a_run_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = recorded(tmp_path / "run", every=4)
+    run, steps, rows = recorded(tmp_path / "run", every=4), list[int](), StepPasses.rows
+    monkeypatch.setattr(StepPasses, "rows", lambda self, given: (steps.append(len(given)), rows(self, given))[1])
     whole = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
+    assert len(steps) == 9  # gradients that fit into memory are computed once
     monkeypatch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
     monkeypatch.setattr("hf_trak.trajectory.passes.ROW_BYTES", 1)
     (tmp_path / "run" / "trak" / "experiments").rename(tmp_path / "before")
     again = scores_of(replayed(run, tmp_path / "run", Replay(of="run")))
+    assert len(steps) == 9 + 6 + 9 + 2 * 9  # forwards to the last part, in each part, and twice backwards
     torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-8)
 
 
@@ -183,8 +186,11 @@ def test_what_there_is_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (found.steps, found.rows, found.states, found.gap) == (9, 3 * ROWS, 4, 4)
     assert found.rates == pytest.approx((1e-2, 1e-2 / 9, 1e-2))
     assert found.clipped == 1.0
-    assert found.passes(1) == pytest.approx(12)
-    assert found.passes(3, 0.25) == pytest.approx(3 * (2 + 4 / 3 * 0.25 * 3))
+    assert found.passes(1) == pytest.approx(3 * (1 + 2))  # gradients once, products twice
+    assert found.passes(3, 0.25) == pytest.approx(3 * (1 + 4 / 3 * 0.25 * 3))
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_trak.trajectory.sweep.KEPT_BYTES", 0)
+        assert found.passes(1) == pytest.approx(3 * (3 + 2))
     assert "9 steps over 30 rows (3 epochs), as recorded" in str(found)
     model, batch = run.model, run.data_collator([run.train_dataset[row] for row in range(4)])  # 4 rows, 4 and 2
     inputs = 7 * model.config.n_embd * model.config.n_layer * batch["input_ids"].numel()  # of linear layers alone

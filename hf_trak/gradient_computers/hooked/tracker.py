@@ -37,6 +37,9 @@ from hf_trak.gradient_computers.hooked.traces import (
 from hf_trak.gradient_computers.hooked.width_traces import step_of
 from hf_trak.runtime.transfers import copied_to_host
 
+_CASTS = {Tensor.to, Tensor.type_as}
+"""Functions that take no more from their other argument than its dtype and device."""
+
 
 class ParameterTracker(TorchFunctionMode):
     """See every call of a torch function during one [`HookedPass`], and take apart those with a parameter value."""
@@ -185,6 +188,10 @@ class ParameterTracker(TorchFunctionMode):
         hooked_pass.counters[call.key] += 1
         if hooked_pass.tracing:
             hooked_pass.sample_trace.ops[call.key].append(OpTrace.of([], outputs))
+            # A class token joined with the sample is data, although it only shows in a batch that the token was
+            # expanded: without the mark, every layer behind it would be found out in two passes of its own.
+            if call.func not in _CASTS and any(is_data(t) for t in tensors_in(call.args, call.kwargs)):
+                mark_data(result)
         else:
             traced = hooked_pass.sample_trace.op(call.key, call.index).outputs
             if any(tensor.shape != alone.trace.shape for tensor, alone in zip(outputs, traced, strict=True)):
