@@ -29,7 +29,7 @@ from hf_trak.hub.access import without_secrets
 from hf_trak.hub.names import shown
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
-from hf_trak.modelout_functions.tokens import ROLE_MASKS
+from hf_trak.modelout_functions.tokens import IGNORED, ROLE_MASKS
 from hf_trak.runtime.progress import no_progress_bars, with_column
 
 logger = logging.getLogger(__name__)
@@ -262,6 +262,8 @@ def _ready(
         tokenizer = safe_loading.load_tokenizer(name, revision)
     except (OSError, ValueError):  # a model without a tokenizer: rows of one length need none
         return Preparation(prepare)
+    if task == "causal_lm" and "labels" not in rows.column_names:
+        return Preparation(prepare, _LabellingCollator(tokenizer), tokenizer)
     return Preparation(prepare, _collator(tokenizer, rows), tokenizer)
 
 
@@ -326,6 +328,30 @@ def _collator(tokenizer: Any, rows: Dataset) -> Any:
     """Return a collator that also pads labels, if these are lists."""
     listed = "labels" in rows.column_names and isinstance(rows[0]["labels"], list)
     return DataCollatorForTokenClassification(tokenizer) if listed else None
+
+
+class _LabellingCollator:
+    """Pads rows of tokens, and gives those without labels the ones that they have in a training.
+
+    `DataCollatorForLanguageModeling(mlm=False)` of `transformers` leaves out every pad token, also one that ends a
+    text. That of TRL, whose rows have no `attention_mask`, leaves out the padding, and what masks of the roles hide.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self._pad, self._pad_token = DataCollatorForTokenClassification(tokenizer), tokenizer.pad_token_id
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        return self._pad([dict(row) if "labels" in row else self._labelled(row) for row in rows])
+
+    def _labelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        tokens, masks = row["input_ids"], [row[name] for name in ROLE_MASKS if name in row]
+        hidden = [token == self._pad_token and "attention_mask" in row and not masks for token in tokens]
+        for mask in masks:
+            hidden = [one or not shown for one, shown in zip(hidden, mask, strict=True)]
+        labels = [IGNORED if one else token for one, token in zip(hidden, tokens, strict=True)]
+        return {**{name: value for name, value in row.items() if name not in ROLE_MASKS}, "labels": labels}
 
 
 def _classified(task: str, tokenizer: Any, rows: Dataset, args: DataArguments, ids: Mapping[str, int]) -> Preparation:

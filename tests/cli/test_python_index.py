@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizer,
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import main
@@ -148,3 +155,35 @@ def test_modules_that_an_adapter_saves_count_once() -> None:
     once = SimpleNamespace(modules_to_save=["classifier", "score"], r=2)
     found = [adapters_identity(SimpleNamespace(peft_config={"default": one})) for one in (twice, once)]
     assert found[0] == found[1] and found[0]["default"]["modules_to_save"] == ["classifier", "score"]
+
+
+@pytest.mark.parametrize("library", ["transformers", "trl"])
+def test_labels_that_a_collator_adds(library: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Rows of tokens alone get the labels of the training: without pad tokens, or without prompts and padding."""
+    tokenizer = BertTokenizer(vocab=str(made / "vocab.txt"), model_max_length=32, eos_token="[SEP]", pad_token="[SEP]")
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=14, n_positions=32, bos_token_id=2, eos_token_id=3)
+    )
+    texts = [f"the {what} was {how}" for what in ("film", "plot") for how in ("good", "bad plot", "great")]
+    rows, collator = Dataset.from_list([dict(tokenizer(text)) for text in texts]).remove_columns("token_type_ids"), None
+    if library == "transformers":
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    else:
+        sft = pytest.importorskip("trl.trainer.sft_trainer")
+        masks = [[0, 0, *[1] * (len(ids) - 2)] for ids in rows["input_ids"]]
+        rows = rows.remove_columns("attention_mask").add_column("completion_mask", masks)
+        collator = sft.DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    rows.save_to_disk(tmp_path / "rows")
+    settings = TrakConfig(output_dir=str(tmp_path / "trak"), proj_dim=32, use_cpu=True)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    attributor = TrakAttributor(model, settings, train_dataset=rows, data_collator=collator, task="causal_lm")
+    expected = attributor.featurize().attribute(rows.select([1, 4]), method="index", top_k=3)
+    rows.select([1, 4]).save_to_disk(tmp_path / "asked")
+    named = ("--model", str(tmp_path / "model"), "--train_dataset", str(tmp_path / "rows"))
+    given = ("--output_dir", str(tmp_path / "trak"), "--eval_dataset", str(tmp_path / "asked"), "--use_cpu")
+    method = ("--method", "index", "--top_k", "3", "--name", "said")
+    assert main(["attribute", *named, *given, *method]) == 0, capsys.readouterr().err
+    scored = AttributionRun.load(tmp_path / "trak" / "scores" / "said").scored
+    assert scored["trak_scores"][:] == expected["trak_scores"][:]
