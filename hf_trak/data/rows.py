@@ -81,12 +81,17 @@ def row_count(dataset: Any, name: str) -> int:
             splits, or a single row), or a text.
         ValueError: the dataset is empty.
     """
-    if isinstance(dataset, Mapping | str | bytes):
-        given = f"the text {dataset!r}" if not isinstance(dataset, Mapping) else f"with the keys {list(dataset)}"
+    if isinstance(dataset, Mapping):
         raise TypeError(
-            f"`{name}` is a {type(dataset).__name__}, {given}. Expected a dataset whose element i is row i. Pass one "
-            "split (`datasets['train']`), load it from its name (`load_dataset(name, split='train')`), or make one of "
-            "a single row (`Dataset.from_list([row])`)."
+            f"`{name}` is a {type(dataset).__name__} with the keys {list(dataset)}. Expected a dataset whose element "
+            "i is row i. Pass one split (`datasets['train']`), or make one of a single row "
+            "(`Dataset.from_list([row])`)."
+        )
+    if isinstance(dataset, str | bytes):
+        raise TypeError(
+            f"`{name}` is the text {dataset!r:.100}. Expected a dataset whose element i is row i. Load it from its "
+            "name (`load_dataset(name, split='train')`), or take what the model says to a text "
+            "(`attributor.predict(Dataset.from_dict({'text': [text]}))`)."
         )
     if dataset is None:
         raise TypeError(f"`{name}` is None. Expected a dataset whose element i is row i. Pass `{name}=...`.")
@@ -424,14 +429,23 @@ _CHATS = {"messages": "tokenize_chat", "conversations": "tokenize_chat", "comple
 """Columns of chats, and the functions that make tokens of them."""
 
 
+_INPUTS = (TOKENS, "attention_mask", "pixel_values", "input_features", "input_values", "labels", "label")
+"""Columns that most models take, which errors name where the model has some of them."""
+
+
 def _check_columns(kept: Collection[str], given: Collection[str], columns: Collection[str]) -> None:
     if not kept:
         remedy = "Rename the columns"
         if TOKENS in columns and (chats := [name for name in _CHATS if name in given]):
             remedy = f"Make tokens of the chats with `hf_trak.data.language.{_CHATS[chats[0]]}`"
+        elif TOKENS in columns:
+            remedy = (
+                "Make tokens of texts as those of the training rows were made (`attributor.predict` does it itself)"
+            )
+        known = [name for name in _INPUTS if name in columns]
         raise ValueError(
             f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of "
-            f"{sorted(set(columns))}. {remedy}, or set `remove_unused_columns=False` if the data collator "
+            f"{known or sorted(set(columns))}. {remedy}, or set `remove_unused_columns=False` if the data collator "
             "makes the model's inputs."
         )
 

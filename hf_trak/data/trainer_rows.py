@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_trak.data.drawn_rows import generators_kept
 from hf_trak.data.images import ImageTokens
 from hf_trak.data.rows import Collator, RowBatches, forward_columns
+from hf_trak.modelout_functions.answered_calls import WeightsSeen
 from hf_trak.modelout_functions.batches import evaluating, size_of
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput, rows_of
 from hf_trak.runtime.sharding import is_sharded
@@ -171,9 +172,11 @@ def check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: Firs
 
     allowed = 10 * allowed_difference(model)
     with evaluating(model), torch.enable_grad():
-        alone = torch.stack([gradient(row) for row in range(size)])
         # one item for each row, as a row alone has, so that a part which is not divided keeps its share
-        whole = derivative(task.of_batch(model, batch, None if task.items([batch]) is None else size))
+        with WeightsSeen() as seen:
+            loss = task.of_batch(model, batch, None if task.items([batch]) is None else size)
+        whole, task.mean_weights = derivative(loss), tuple(seen.means)
+        alone = torch.stack([gradient(row) for row in range(size)])
         if not bool(whole.any()):  # or no number, with rows that have no labels
             return
         told = alone.any(1)  # not by rows without labels

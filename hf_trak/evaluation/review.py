@@ -305,12 +305,11 @@ def doubted_labels(
     places = [labels.values.index(value) for value in controls.with_format(None)[column]]
     sums, _ = sums_of(controls, np.full(len(controls), -1))
     false = len(wrong_labels(sums, np.zeros(len(controls)), places))
-    expected = (false + 1) / (len(controls) + 2) * len(rows) if false else 0.0  # Laplace's rule, for few rows
-    share = min(1.0, expected / len(doubted))
+    share = min(1.0, false / len(controls) * len(rows) / len(doubted))
     if share > MOST_FALSE_DOUBTS:
         features.warn_once(
             f"The labels of {len(doubted)} of the {len(rows)} training rows that were looked at are doubted, and "
-            f"those of {false} of {len(controls)} validation rows by the same test: up to {share:.0%} of the doubted "
+            f"those of {false} of {len(controls)} validation rows by the same test: about {share:.0%} of the doubted "
             f"labels may well be right. Expected at most {MOST_FALSE_DOUBTS:.0%}. Do not relabel by this test; look "
             "at the rows that harmed most, and at those with the highest `self_influence()`."
         )

@@ -186,7 +186,8 @@ def choose(
         if (doubts := doubt(model, asked, chosen.method)) is None:
             return chosen.method, asked
         model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone: {doubts}")
-        share = _doubted[model] = chosen.method.hessian_share
+        leave_alone(model, chosen.method)
+        share = chosen.method.hessian_share
         left = [one for one in found.options if not isinstance(one.method, Replay) or one.method.hessian_share > share]
         found = replace(found, options=tuple(left))
 
@@ -205,6 +206,16 @@ def doubt(model: FeaturizedModel, question: Question, method: Replay) -> str | N
         if isinstance(error, StoreError) or model.processes.num_processes > 1:
             raise
         return str(error)
+
+
+def leave_alone(model: FeaturizedModel, method: Replay) -> None:
+    """Let `"auto"` take no replay of so many rows, or fewer, from now on.
+
+    Args:
+        model: the featurized model.
+        method: the replay that failed, or had signs that its scores are wrong.
+    """
+    _doubted[model] = max(_doubted.get(model, 0.0), method.hessian_share)
 
 
 def _is_refined(method: AnyMethod) -> bool:

@@ -66,7 +66,9 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
             given = dataset.format
             read = None if set(given["columns"]) == set(dataset.column_names) else given["columns"]
             form = {**given["format_kwargs"], "columns": read, "output_all_columns": given["output_all_columns"]}
-            found, probe = found.with_transform(**form), probe.with_transform(**form)
+            probe = probe.with_transform(**form)
+            form |= {"transform": _KeepingPredicted(form["transform"]), "columns": read and [*read, PREDICTED]}
+            found = found.with_transform(**form)
         _check_labels(model, probe)
         return found
     if isinstance(task, CausalLMModelOutput | Seq2SeqLMModelOutput) and hasattr(model.model, "generate"):
@@ -75,6 +77,18 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
         f"The task is {type(task).__name__}. Expected one of images, texts or language models, whose predictions are "
         "labels. Put predictions into the rows yourself."
     )
+
+
+class _KeepingPredicted:
+    """A transform of a user's, beside which the predictions stay."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, rows: Any) -> Any:
+        predicted = rows[PREDICTED]
+        made = self.transform({name: values for name, values in rows.items() if name != PREDICTED})
+        return {**made, PREDICTED: predicted}
 
 
 def _check_labels(model: FeaturizedModel, probe: Dataset) -> None:

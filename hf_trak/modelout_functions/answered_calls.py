@@ -101,22 +101,58 @@ def divided(model_output: Any, size: int) -> list[Any]:
     return [each(model_output, place) for place in range(size)]
 
 
-class WeightsKept(TorchFunctionMode):
-    """Divides a cross-entropy with weights of classes by the number of labels, and not by the sum of their weights."""
+class WeightsSeen(TorchFunctionMode):
+    """Notes the mean weight of the labels of each cross-entropy with weights of classes, in `means`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (functional.cross_entropy, functional.nll_loss):
-            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            target, mean = given["target"], given.get("reduction", "mean") == "mean"
-            # a mean over probabilities of classes is divided by their number anyway
-            if mean and given.get("weight") is not None and not target.is_floating_point():
-                labels = (target != given.get("ignore_index", -100)).sum().clamp(min=1)
-                return func(**{**given, "reduction": "sum"}) / labels
+        if (given := _weighted(func, args, kwargs)) is not None:
+            target = given["target"]
+            labels = target[target != given.get("ignore_index", -100)]
+            # six digits, whatever the order in which a device adds them up
+            self.means.append(float(f"{float(given['weight'][labels].double().mean()):.6g}") if len(labels) else 1.0)
         return func(*args, **kwargs)
+
+
+class WeightsKept(TorchFunctionMode):
+    """Divides a cross-entropy with weights of classes by the number of labels and the mean weight that a batch had.
+
+    Divided by the sum of its own weights, the loss of one row would have none of them.
+    """
+
+    def __init__(self, means: Sequence[float]) -> None:
+        """
+        Args:
+            means: mean weights in the order of the calls, as [`WeightsSeen`] has noted them. Those of others are 1.
+        """
+        super().__init__()
+        self._means = iter(means)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (given := _weighted(func, args, kwargs)) is not None:
+            labels = (given["target"] != given.get("ignore_index", -100)).sum().clamp(min=1)
+            return func(**{**given, "reduction": "sum"}) / (labels * next(self._means, 1.0))
+        return func(*args, **kwargs)
+
+
+def _weighted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a mean cross-entropy that is divided by weights of classes; `None` of another call."""
+    if func not in (functional.cross_entropy, functional.nll_loss):
+        return None
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mean = given.get("reduction", "mean") == "mean"
+    # a mean over probabilities of classes is divided by their number anyway
+    return given if mean and given.get("weight") is not None and not given["target"].is_floating_point() else None
 
 
 def leaf(value: Any, size: int) -> Any:

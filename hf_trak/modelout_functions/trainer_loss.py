@@ -3,7 +3,8 @@
 The loss of a row is what `compute_loss` of the trainer returns for the batch of this row alone, as the trainer's own
 collator makes it. Where the trainer counts items (`num_items_in_batch`), it is given 1: the loss is then the sum over
 the labels of the row, its share of the loss of any batch, and not their mean. For the same reason a cross-entropy with
-weights of classes is divided by the number of labels: a mean that divides by the weights leaves none in a row alone.
+weights of classes is divided by the number of labels and the mean weight of some training rows: a mean that divides by
+its own weights leaves none in a row alone.
 
 The model sees a whole batch in one pass. `compute_loss` runs once up to its first call of the model, for the inputs of
 the model, and afterwards once for each row, with that row of what the model returned. A loss that asks for more (one
@@ -76,6 +77,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         self.loss = loss_settings(trainer)
         self.labels_from: int | None = None
         """First position of the labels of a row that its loss is multiplied by the number of; `None` for no factor."""
+        self.mean_weights: tuple[float, ...] = ()
+        """Mean weights of the labels of a batch, by which cross-entropies with weights of classes are divided."""
         self._task = of
         self._class = type(trainer)
         self._held = dict(vars(trainer))
@@ -414,7 +417,7 @@ class TrainerLossModelOutput(BatchedModelOutput):
         model = call if isinstance(call, torch.nn.Module) else Answering(self._model, call)
         vars(view).update(model=model, model_wrapped=model)
         of_a_row = items is _OF_A_ROW
-        with WeightsKept() if of_a_row else nullcontext():
+        with WeightsKept(self.mean_weights) if of_a_row else nullcontext():
             items = _item_count(view, inputs) if of_a_row else items
             loss = view.compute_loss(model, dict(inputs), num_items_in_batch=items)
         if isinstance(loss, OfTheBatch):

@@ -33,7 +33,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
-from hf_trak.featurize.choosing import MINUTE, doubt, seconds_of
+from hf_trak.featurize.choosing import MINUTE, doubt, leave_alone, seconds_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
 from hf_trak.featurize.question import Question
@@ -235,7 +235,7 @@ class TrainingReport(Result):
         if self.false_doubts <= MOST_FALSE_DOUBTS:
             return ""
         return (
-            "This test does not tell wrong labels of this model, since it doubts those of validation rows, too: up to "
+            "This test does not tell wrong labels of this model, since it doubts those of validation rows, too: about "
             f"{self.false_doubts:.0%} of the doubted labels may well be right. Do not relabel by it."
         )
 
@@ -359,6 +359,7 @@ def effects_of_training(
     if doubts is None:
         plan = planned(features, question, chosen)
     else:
+        leave_alone(near_by, chosen)  # type: ignore[arg-type]  # a replay, as doubts are of no others
         chosen = Exact("ekfac")
         text = f"The recorded run is left alone, since its replay speaks against itself, and EK-FAC is taken. {doubts}"
         passes += price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
@@ -463,8 +464,9 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
     """Compute the loss of every validation row by the task, divided by a scale `(m,)`, and this scale.
 
     The mean of what is returned is the loss of all rows as a batch of the trainer has it. Losses of tokens are sums
-    over the labels of a row, whose mean number, as the trainer counts them, is the scale. That of a regression is ½ (ŷ − y)², where the model has
-    no ½. What a batch divides a trainer's own loss by (labels, weights of classes, nothing) is found from the batch.
+    over the labels of a row, whose mean number, as the trainer counts them, is the scale. That of a regression is
+    ½ (ŷ − y)², where the model has no ½. What a batch divides a trainer's own loss by (labels, weights of classes,
+    nothing) is found from the batch.
     """
     task, model, m = features.task, features.model, len(eval_dataset)
     batches = features.featurizer().batches(eval_dataset, "target")

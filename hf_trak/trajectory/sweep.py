@@ -34,7 +34,7 @@ from hf_trak.trajectory.swept_targets import SweptTargets
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**30
-"""Memory for the states of a part of the run, and for gradients of its rows. A run whose states all fit is one part."""
+"""Memory for states of a part of the run, and for gradients of its rows. A run whose states all fit is one part."""
 
 COPIES = 8
 """Numbers for each parameter and target that a sweep holds: derivatives of weights and moments, and what is made of

@@ -165,7 +165,10 @@ def test_labels_that_a_collator_adds(library: str, made: Path, tmp_path: Path, c
         GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=14, n_positions=32, bos_token_id=2, eos_token_id=3)
     )
     texts = [f"the {what} was {how}" for what in ("film", "plot") for how in ("good", "bad plot", "great")]
-    rows, collator = Dataset.from_list([dict(tokenizer(text)) for text in texts]).remove_columns("token_type_ids"), None
+    rows, collator = (
+        Dataset.from_list([dict(tokenizer(text)) for text in texts]).remove_columns("token_type_ids"),
+        None,
+    )
     if library == "transformers":
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     else:

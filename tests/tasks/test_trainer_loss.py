@@ -174,6 +174,17 @@ class OwnParts(OwnWeights):
         return made
 
 
+class NormalizedParts(OwnRare):
+    """The same, with the weights divided by their sum by hand."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **_: Any) -> Any:
+        made = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            losses, weights = functional.cross_entropy(made.logits, labels, reduction="none"), self.weights[labels]
+            made["loss"] = (losses * weights).sum() / weights.sum() + (made.logits - 1).square().mean()
+        return made
+
+
 class RowMeans(hf.BertForTokenClassification):
     """A mean over the rows of a batch of the means over their tokens."""
 
@@ -279,10 +290,22 @@ def config(tmp_path: Path, **options: Any) -> TrakConfig:
     )
 
 
-def of_queries(logits: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
-    """The mean over queries of a cross-entropy with weights of classes, which are not divided out."""
-    losses = -logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
-    return (losses * weight[classes]).mean()
+def of_queries(trainer: Any) -> Any:
+    """The mean over queries of a cross-entropy with weights of classes, divided by their mean over all rows."""
+    means, real = list[Tensor](), functional.cross_entropy
+
+    def seen(logits: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+        means.append(weight[classes].mean())
+        return real(logits, classes, weight)
+
+    def of_a_row(logits: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+        losses = -logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
+        return (losses * weight[classes]).mean() / means[0]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(functional, "cross_entropy", seen)
+        trainer.compute_loss(trainer.model, dict(trainer.data_collator([*trainer.train_dataset])))
+    return of_a_row
 
 
 def alone(trainer: Any, row: int) -> Tensor:
@@ -296,12 +319,13 @@ def alone(trainer: Any, row: int) -> Tensor:
     counted = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(trainer.model, hf.DetrForObjectDetection):
-            patch.setattr(functional, "cross_entropy", of_queries)
+            patch.setattr(functional, "cross_entropy", of_queries(trainer))
         loss = trainer.compute_loss(
             trainer.model, batch, num_items_in_batch=None if counted is None else torch.tensor(1.0)
         )
     if label is not None:
-        loss = loss * WEIGHTS[label]  # which the mean over one row has divided out
+        # which the mean over one row has divided out
+        loss = loss * WEIGHTS[label] / WEIGHTS[torch.tensor(trainer.train_dataset["labels"][:])].mean()
     wanted = [p for p in trainer.model.parameters() if p.requires_grad]
     found = torch.autograd.grad(-loss, wanted, allow_unused=True, materialize_grads=True)
     return torch.cat([one.flatten() for one in found])
@@ -380,6 +404,7 @@ PER_TOKEN: dict[str, Any] = {
         hf.DataCollatorForTokenClassification(tokenizer()), compute_loss_func=tokens_weighed,
     ),
     "weights of classes in the model": lambda path: made(path, hf.Trainer, bert(OwnWeights), classes()),
+    "weights of classes beside another part": lambda path: made(path, hf.Trainer, bert(OwnParts), classes()),
     "means of rows in the model": lambda path: made(
         path, hf.Trainer, bert(RowMeans), tagged(), hf.DataCollatorForTokenClassification(tokenizer())
     ),
@@ -420,7 +445,7 @@ def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.Lo
 def test_a_batch_that_divides_a_part_of_its_loss_by_what_other_rows_have_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    TrakAttributor.from_trainer(made(tmp_path, hf.Trainer, bert(OwnParts), classes()), config(tmp_path))
+    TrakAttributor.from_trainer(made(tmp_path, hf.Trainer, bert(NormalizedParts), classes()), config(tmp_path))
     assert "The loss of some rows is no sum of theirs: `Trainer.compute_loss` weighs parts of a row" in caplog.text
 
 
@@ -711,7 +736,8 @@ def test_a_gauss_newton_matrix_of_the_trainers_loss(tmp_path: Path) -> None:
             f = task.sampled_log_likelihood(result, batch, Draws(seed, torch.tensor([row])))
             (along,) = torch.autograd.grad(f, result.logits, retain_graph=True)
             drawn += float(along[0].double() @ norms @ along[0].double()) / 200
-    assert float(found.square().sum()) == pytest.approx(expected, rel=1e-4)
+    mean = float(WEIGHTS[torch.tensor(trainer.train_dataset["labels"][:])].mean())
+    assert float(found.square().sum()) == pytest.approx(expected / mean, rel=1e-4)
     assert drawn == pytest.approx(right, rel=0.05)
 
 
@@ -740,7 +766,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("weight", [None, WEIGHTS])
 def test_a_classifier_of_an_own_class(tmp_path: Path, weight: Tensor | None) -> None:
     """Its task is known by its loss, which is compared; any other stays the trainer's, and `auto` has scores of it."""
-    ids, model = torch.randint(3, 20, (12, 5), generator=torch.Generator().manual_seed(1)), Own(weight)
+    ids, model = torch.randint(3, 20, (8, 5), generator=torch.Generator().manual_seed(1)), Own(weight)
     given = Dataset.from_dict({"input_ids": ids.tolist(), "labels": (ids[:, 0] % 3).tolist()})
     trainer = made(tmp_path, hf.Trainer, model, given, hf.default_data_collator)
     own = TrakAttributor.from_trainer(trainer, config(tmp_path))
@@ -749,4 +775,5 @@ def test_a_classifier_of_an_own_class(tmp_path: Path, weight: Tensor | None) -> 
     assert np.isfinite(own.featurize().attribute(given.select(range(2)), top_k=3)["trak_scores"][:]).all()
     minus = model_outputs(model, given, MinusLossModelOutput(of=own.features.task), hf.default_data_collator, 1)
     expected = functional.cross_entropy(model(ids)["logits"].detach(), ids[:, 0] % 3, weight, reduction="none")
-    np.testing.assert_allclose(-minus, expected, rtol=1e-5)
+    mean = 1.0 if weight is None else float(weight[ids[:, 0] % 3].mean())
+    np.testing.assert_allclose(-minus, expected / mean, rtol=1e-5)
