@@ -109,8 +109,13 @@ class RunPath:
         """Tell whether the weights after so many steps are known."""
         return step in self.states
 
-    def deviation(self, step: int, reached: Tensor) -> float:
+    def deviation(self, step: int, reached: Tensor, told: Tensor) -> float:
         """Compare known weights with those that were reached from the known ones before, `(P,)`.
+
+        Args:
+            step: the step after which they are known.
+            reached: the weights that were reached.
+            told: the parameters to compare, `(P,)` of bool.
 
         Returns:
             The distance of both, beyond what rounding of the weights makes of it, relative to the way between the
@@ -122,7 +127,7 @@ class RunPath:
         before, after = self.weights(max(one for one in self.states if one < step)), self.weights(step)
         known, eps = after.double(), torch.finfo(after.dtype).eps
         way = torch.maximum((known - before).norm(), 1e-6 * known.norm()).clamp_min(1e-300)
-        missed = (reached - known).norm() - eps * known.norm()
+        missed = (reached - known)[told].norm() - eps * known.norm()
         return float((missed / way).nan_to_num(nan=torch.inf).clamp_min(0))
 
     def weights(self, step: int) -> Tensor:

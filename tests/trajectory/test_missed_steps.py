@@ -57,3 +57,18 @@ def test_rounding_of_weights_is_no_other_step(tmp_path: Path, caplog: pytest.Log
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
     assert not [text for text in caplog.messages if "taken again" in text]
+
+
+def test_steps_of_gradients_that_are_rounding_are_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No output depends on the biases of keys. Their gradient is what rounding leaves, and Adam makes steps of it."""
+    callback = TrakCallback(config(tmp_path), record=True)
+    run = trainer(tmp_path, tiny(torch.float32), callbacks=[callback], learning_rate=1e-3, adam_epsilon=1e-15)
+    before = run.model.transformer.h[0].attn.c_attn.bias[8:16].detach().clone()
+    run.train()
+    moved = run.model.transformer.h[0].attn.c_attn.bias[8:16].detach() - before
+    assert float(moved.abs().mean()) > 1e-4
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
+    assert not [text for text in caplog.messages if "taken again" in text]
