@@ -350,6 +350,10 @@ class TrakAttributor:
 
         save_index(self.features, directory, **facts)
 
+    def __repr__(self) -> str:
+        rows, kind = len(self.train_dataset), type(self.model).__name__
+        return f"TrakAttributor({kind}, {rows:,} training rows, output_dir={self.args.output_dir!r})"
+
     def featurize(self, checkpoints: Checkpoints = None, part: tuple[int, int] = (0, 1)) -> "TrakAttributor":
         """Compute the features of the training rows for one or several checkpoints, and their Gram matrices.
 

@@ -205,7 +205,10 @@ def _checkpoint(store: FeatureStore, model_id: int) -> dict[str, Any]:
 
 
 def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
-    lines = table({name.replace("_", " "): value for name, value in content["config"].items()})
+    shown = dict(content["config"])
+    if isinstance(task := shown.get("task"), dict):
+        shown["task"] = str(task.get("class", "")).rpartition(".")[2]
+    lines = table({name.replace("_", " "): value for name, value in shown.items()})
     lines.append(f"{size(content['bytes'])} on disk")
     for entry in content["checkpoints"]:
         missing = len(entry.get("missing_shards", []))
@@ -225,6 +228,8 @@ def _lines(content: dict[str, Any], damaged: list[str]) -> list[str]:
         for entry in content["recorded"]
     ]
     lines += [f"DAMAGED: {text}" for text in damaged]
-    if not content["complete"] and not damaged:
+    if not content["checkpoints"] and content["recorded"]:
+        lines.append("Nothing is featurized, and a recorded training can be replayed.")
+    elif not content["complete"] and not damaged:
         lines.append("Run `hf-trak featurize` with the same arguments to finish it.")
     return [*lines, "intact (`--check` reads every byte)" if content["intact"] else "not intact"]

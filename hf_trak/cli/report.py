@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, option, parse_yaml_and_args
+from hf_trak.cli.parser import ColumnArguments, OutputArguments, answer, option, parse_yaml_and_args, size
 from hf_trak.report import AttributionRun, ReportOptions, write_report
 from hf_trak.report.run_record import find_run
 
@@ -50,5 +50,5 @@ def run(argv: Sequence[str]) -> None:
         **vars(columns),
     )  # fmt: skip
     path = write_report(found, args.output or find_run(args.run) / "report.html", options)
-    size = path.stat().st_size
-    answer({"report": str(path), "bytes": size}, [f"Report: {path} ({size / 1e6:.1f} MB)"], output.json)
+    taken = path.stat().st_size
+    answer({"report": str(path), "bytes": taken}, [f"Report: {path} ({size(taken)})"], output.json)

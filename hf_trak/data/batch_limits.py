@@ -93,7 +93,7 @@ class BatchLimits:
             raise ValueError(
                 f"`{name}` has {tokens.shape[-1]} tokens per sample, but {self.model} has {self.positions} positions. "
                 "Expected at most as many tokens. Tokenize with `truncation=True` and "
-                f"`max_length={self.positions}`, as for the training."
+                f"`max_length={self.positions}` (`--max_length` of commands), as for the training."
             )
 
     def _check_images(self, name: str, images: Tensor, interpolated: bool) -> None:

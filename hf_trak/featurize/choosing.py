@@ -400,10 +400,12 @@ class Recommendation:
     """What to take for each budget. `str()` is a table.
 
     Attributes:
+        targets (`int`): number of targets.
         rows (`tuple[Recommended, ...]`): fast, balanced and best.
         note (`str`): what else would help; empty if nothing is known.
     """
 
+    targets: int
     rows: tuple[Recommended, ...]
     note: str
 
@@ -412,7 +414,7 @@ class Recommendation:
 
     def lines(self, call: Callable[[Recommended], str]) -> list[str]:
         """List the lines of the table, with what to copy for each budget."""
-        found = []
+        found = [f"For {self.targets:,} target{'' if self.targets == 1 else 's'}:"]
         for one in self.rows:
             disk = f", {byte_size(one.disk)}" if one.disk else ""
             found += [f"{one.budget}: {one.time}{disk}. {one.quality}.", f"    {call(one)}"]
@@ -445,7 +447,7 @@ def recommend(model: FeaturizedModel, eval_dataset: Any) -> Recommendation:
         notes.append(_RECORD)
     if calibration is None and recorded:
         notes.append(_CALIBRATE)
-    return Recommendation(tuple(rows), " ".join(notes))
+    return Recommendation(m, tuple(rows), " ".join(notes))
 
 
 _RECORD = "Recorded with `TrakCallback(record=True)`, the run itself can be replayed."

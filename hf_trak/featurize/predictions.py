@@ -29,6 +29,10 @@ from hf_trak.runtime.progress import with_column
 _NOT_GENERATED_FROM = ("labels", "completion_mask", "use_cache", STACKED, TARGET_MASK)
 
 
+_MOST_TOKENS = 20
+"""Tokens of an answer at most, by default that of `generate`."""
+
+
 def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str, Any]) -> Dataset:
     """Put predictions of the model, with the weights that it has now, in place of the labels of rows.
 
@@ -191,6 +195,10 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)
     made, positions = list[dict[str, Any]](), BatchLimits.of(model.model).positions
+    own: Any = model.model.generation_config
+    if not {"max_new_tokens", "max_length", "generation_config"} & {*generation} and own.max_new_tokens is None:
+        # what `generate` takes by itself where nobody says, with a warning
+        generation = {**generation, **({"max_new_tokens": _MOST_TOKENS} if own.max_length in (None, 20) else {})}
     for row, prompt in enumerate(_prompts(model, dataset, causal)):
         if causal:
             _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)

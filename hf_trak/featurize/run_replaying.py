@@ -308,7 +308,9 @@ class RunReplay:
         try:
             for group in planned:
                 numbers = [numbers for numbers, _ in group]
-                what = f"{question.title}, replay of the targets {numbers[0][0]} to {numbers[-1][-1]}"
+                what = "Replay of the run" if question.of_loss else f"{question.title}, replay of the run"
+                if len(planned) > 1:
+                    what += f" for the targets {numbers[0][0]} to {numbers[-1][-1]}"
                 asked = [(one, targets[list(of)]) for of, one in group]
                 BackwardSweep(path, options, passes, model.processes).run(asked, what)
         finally:

@@ -58,7 +58,7 @@ def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
         "model": config.get("model_name") or config.get("model_class"),
         "model_class": config.get("model_class"),
         "model_revision": config.get("model_revision"),
-        "task": config.get("task"),
+        "task": str((config.get("task") or {}).get("class", "")).rpartition(".")[2] or None,
         "parameters": attributor.layout.total,
         "checkpoints": [Path(str(store.checkpoint_info(i)["source"])).name for i in store.model_ids],
         "projection": config.get("projection"),

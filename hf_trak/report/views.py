@@ -191,7 +191,9 @@ class TargetView:
     def lines(self) -> list[str]:
         """Return the target and its rows in a few lines of text, the first row of each kind in words."""
         lines = [self.target.alt]
-        sides = {"helped most": self.helped, "harmed most": self.harmed}
+        # of few rows, some at either end have the other sign
+        helped = [one for one in self.helped if one.sign != "negative"]
+        sides = {"helped most": helped, "harmed most": [one for one in self.harmed if one.sign != "positive"]}
         if self.alike is not None:
             sides |= {"same words": self.alike.same, "BM25": self.alike.bm25}
             sides |= {} if self.alike.verified is None else {"verified": self.alike.verified}

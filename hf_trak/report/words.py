@@ -162,8 +162,14 @@ def _passage(text: str, start: int, stop: int) -> tuple[tuple[str, ...], int, in
     return words.words, inside[0] if inside else 0, inside[-1] + 1 if inside else 0
 
 
+_DIALOGUE = {"messages", "conversations", "prompt", "completion", "chosen", "rejected"}
+"""Columns of chats and of answers, whose template puts words between theirs."""
+
+
 def row_texts(train: Any, tokenizer: Any, rows: Sequence[int]) -> dict[int, str] | None:
     """Read training rows as a report shows them, or else what their tokens say; `None` if neither is there.
+
+    Of several columns of texts, which the model may not have seen, tokens tell.
 
     Args:
         train: the training rows.
@@ -171,10 +177,11 @@ def row_texts(train: Any, tokenizer: Any, rows: Sequence[int]) -> dict[int, str]
         rows: numbers of rows.
     """
     columns, numbers = Columns(texts=Columns.find(train).texts), list(rows)
-    if columns.texts:
+    tokens = "input_ids" in train.column_names and hasattr(tokenizer, "decode")
+    if columns.texts and not (tokens and len(columns.texts) > 1 and _DIALOGUE.isdisjoint(columns.texts)):
         shown = train.select_columns(list(columns.texts)).with_format("arrow")[numbers].to_pylist()
         texts = ["\n".join(text for _, text in content_of(one, columns).texts) for one in shown]
-    elif "input_ids" in train.column_names and hasattr(tokenizer, "decode"):
+    elif tokens:
         ids = train.with_format(None).select_columns(["input_ids"])[numbers]["input_ids"]
         texts = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
     else:

@@ -124,7 +124,7 @@ def _bars_are_hidden() -> bool:
     # Takes more than a second, which who shows none need not wait.
     from datasets.utils import are_progress_bars_disabled
 
-    return are_progress_bars_disabled()
+    return are_progress_bars_disabled() or os.environ.get("TQDM_DISABLE", "") not in ("", "0")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from hf_trak.weights.sharded import whole
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_OUT = "Leave out `record=True`, or train without it."
+_LEAVE_OUT = "Leave out `record=True` (a report of the training needs no record), or train without it."
 
 
 class RunRecorder:

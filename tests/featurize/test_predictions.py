@@ -51,11 +51,13 @@ def test_classes(tmp_path: Path) -> None:
 
     said = own.predict(stored.with_transform(transform))
     assert [row["labels"] for row in said] == expected and said.with_format(None)["source"] == rows["source"]
+    assert said["predicted"][:] == [str(label) for label in expected]
     assert own.attribute(said, top_k=1, name="said")["trak_indices"][:] == same["trak_indices"][:]
 
     images = stored.with_transform(transform, columns=["image", "label"], output_all_columns=True)
     found = own.predict(images)
     assert [row["labels"] for row in found] == expected and [row["source"] for row in found] == rows["source"]
+    assert [row["predicted"] for row in found] == [str(label) for label in expected]
 
     right = stored.add_column("digit", expected)  # agrees with what the model says
 
