@@ -195,7 +195,7 @@ class BackwardSweep:
             return State(reached.to(self.dtype), moments)
         compared = not self.path.known(index) if self._again else not self.path.again
         if compared and self.path.known(index + 1):
-            # Biases of the keys of attention have a gradient of zero but for rounding, and Adam makes whole steps of it.
+            # Biases of keys of attention have a gradient of zero but for rounding, of which Adam makes whole steps.
             told = squares.sqrt() > _ROUNDED * torch.finfo(squares.dtype).eps * squares.max().sqrt()
             self.forward[1, index] = self.path.deviation(index + 1, reached, told)
         return State(self.path.weights(index + 1), moments)
