@@ -55,7 +55,7 @@ def collected() -> dict[str, Any]:
     for name, *values in rows[2:]:
         for bank, value in zip(rows[0][1:], values, strict=True):
             if name in METHODS and re.match(r"-?\d", value):
-                found[bank][METHODS[name]] = float(value.partition(" / ")[0])
+                found[bank][METHODS[name]] = float(value.partition(" / ")[0]) + 0.0  # of −0.00
     page = (ROOT / "benchmarks" / "pages" / "refine.md").read_text().partition("## The defaults on every bank")[2]
     names, _, _, refined = [_cells(line) for line in page.splitlines() if line.startswith("|")][:4]
     for name, value in zip(names[1:], refined[1:], strict=True):

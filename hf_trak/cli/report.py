@@ -30,7 +30,10 @@ def run(argv: Sequence[str]) -> None:
     if TRAINING in argv:
         from hf_trak.cli.training_report import run as of_training  # slow to import
 
-        of_training([text for text in argv if text != TRAINING])
+        rest = [text for text in argv if text != TRAINING]
+        if rest and (rest[0] == "--run" or not rest[0].startswith("-")):  # the directory stands first here, too
+            rest = ["--output_dir", *rest[rest[0] == "--run" :]]
+        of_training(rest)
         return
     args, columns, output = parse_yaml_and_args(
         (ReportArguments, ColumnArguments, OutputArguments),

@@ -177,11 +177,14 @@ def _model_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
     return lines
 
 
+_OTHER_ROWS = "training rows with other values, or in another order"
+
 COMPARISONS: dict[str, Comparison] = {
     "collation": collation_changes,
     "mixed_precision": _precision_changes,
     "model": _model_changes,
     "task": _task_changes,
+    "train_fingerprint": lambda saved, given: [f"train_fingerprint: saved {saved}, given {given}: {_OTHER_ROWS}"],
 }
 
 """By entry of a store's configuration: a function of the recorded and the given value that lists what differs."""
