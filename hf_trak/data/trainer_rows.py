@@ -1,6 +1,7 @@
 """Rows of a trainer whose losses tell how a batch weighs them: collated alone and together, and compared."""
 
 import logging
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class FirstRows:
     Attributes:
         alone: a batch of each row.
         together: one of all of them; `None` if they make none.
+        spread: a batch of each of some rows, the same for any size of batches.
     """
 
     def __init__(self, trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator) -> None:
@@ -66,6 +68,8 @@ class FirstRows:
                     break
             places = list(dict.fromkeys([0, other, *found]))[:count]
             self.alone = [found[row] for row in places]
+            fixed = [0, *_looked_at(rows)][:_PROBED]
+            self.spread = [found[row] if row in found else dict(batches.alone(row).items()) for row in fixed]
             self.together: dict[str, Any] | None = None
             try:
                 _, together = next(batches.iterate([places]))
@@ -175,7 +179,8 @@ def check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: Firs
         # one item for each row, as a row alone has, so that a part which is not divided keeps its share
         with WeightsSeen() as seen:
             loss = task.of_batch(model, batch, None if task.items([batch]) is None else size)
-        whole, task.mean_weights = derivative(loss), tuple(seen.means)
+        whole = derivative(loss)
+        task.mean_weights = _mean_weights(task, model, first.spread) if seen.sums else ()
         alone = torch.stack([gradient(row) for row in range(size)])
         if not bool(whole.any()):  # or no number, with rows that have no labels
             return
@@ -204,6 +209,20 @@ def check_rows(task: TrainerLossModelOutput, model: torch.nn.Module, first: Firs
         "sum of theirs, so that a row has no loss of its own. Expected a loss that is a mean or a sum over rows. Pass "
         "`task=`, such as `EmbeddingPairsModelOutput(...)` for negatives within a batch, or one of your own."
     )
+
+
+def _mean_weights(
+    task: TrainerLossModelOutput, model: torch.nn.Module, rows: list[dict[str, Any]]
+) -> tuple[float, ...]:
+    """Return the mean weight of the labels of some rows, for each cross-entropy with weights of classes."""
+    sums = defaultdict[int, tuple[float, int]](lambda: (0.0, 0))
+    for one in rows:
+        with WeightsSeen() as seen, torch.no_grad():
+            task.of_batch(model, one, None if task.items([one]) is None else 1)
+        for call, (weight, labels) in enumerate(seen.sums):
+            sums[call] = sums[call][0] + weight, sums[call][1] + labels
+    means = (weight / labels if labels and weight else 1.0 for weight, labels in sums.values())
+    return tuple(float(f"{one:.6g}") for one in means)  # whatever the order in which a device adds them up
 
 
 def _shares_of(whole: Tensor, parts: Tensor, allowed: float) -> Tensor | None:

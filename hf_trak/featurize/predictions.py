@@ -195,15 +195,17 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     if "images" in dataset.column_names and "prompt" in dataset.column_names and causal:
         return _answers_to_images(model, dataset, generation)
     made, positions = list[dict[str, Any]](), BatchLimits.of(model.model).positions
-    own: Any = model.model.generation_config
-    if not {"max_new_tokens", "max_length", "generation_config"} & {*generation} and own.max_new_tokens is None:
-        # what `generate` takes by itself where nobody says, with a warning
-        generation = {**generation, **({"max_new_tokens": _MOST_TOKENS} if own.max_length in (None, 20) else {})}
+    own: Any = getattr(model.model, "generation_config", None)
+    told = bool({"max_new_tokens", "max_length", "generation_config"} & {*generation})
+    unset = own is not None and own.max_new_tokens is None and own.max_length in (None, _MOST_TOKENS)
     for row, prompt in enumerate(_prompts(model, dataset, causal)):
         if causal:
             _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
         with pass_settings(model.model), torch.no_grad():
-            given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            given: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            if causal and unset and not told:  # what `generate` takes by itself, with a warning
+                left = _MOST_TOKENS if positions is None else positions - prompt.shape[1]
+                given["max_new_tokens"] = min(_MOST_TOKENS, left)
             written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
         start = prompt.shape[1] if causal else 1  # a decoder begins with a token of its own
         answer = written[start:]

@@ -102,11 +102,11 @@ def divided(model_output: Any, size: int) -> list[Any]:
 
 
 class WeightsSeen(TorchFunctionMode):
-    """Notes the mean weight of the labels of each cross-entropy with weights of classes, in `means`."""
+    """Adds up weights and numbers of the labels of each cross-entropy with weights of classes, in `sums`, by call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.means: list[float] = []
+        self.sums: list[tuple[float, int]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,8 +115,7 @@ class WeightsSeen(TorchFunctionMode):
         if (given := _weighted(func, args, kwargs)) is not None:
             target = given["target"]
             labels = target[target != given.get("ignore_index", -100)]
-            # six digits, whatever the order in which a device adds them up
-            self.means.append(float(f"{float(given['weight'][labels].double().mean()):.6g}") if len(labels) else 1.0)
+            self.sums.append((float(given["weight"][labels].double().sum()), len(labels)))
         return func(*args, **kwargs)
 
 
@@ -129,7 +128,7 @@ class WeightsKept(TorchFunctionMode):
     def __init__(self, means: Sequence[float]) -> None:
         """
         Args:
-            means: mean weights in the order of the calls, as [`WeightsSeen`] has noted them. Those of others are 1.
+            means: mean weights of labels in the order of the calls. Those of further calls are 1.
         """
         super().__init__()
         self._means = iter(means)

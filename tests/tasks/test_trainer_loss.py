@@ -442,6 +442,16 @@ def test_rows_add_up_to_their_batch(case: str, tmp_path: Path, caplog: pytest.Lo
     torch.testing.assert_close(found / found.norm(), whole / whole.norm(), atol=1e-5, rtol=0)
 
 
+def test_mean_weights_of_classes_are_those_of_the_same_rows_for_any_size_of_batches(tmp_path: Path) -> None:
+    """They define the features, which a later trainer has, too."""
+    found = []
+    for size in (2, 8):
+        trainer = made(tmp_path, hf.Trainer, bert(OwnParts), classes(), per_device_train_batch_size=size)
+        found.append(TrakAttributor.from_trainer(trainer, config(tmp_path)).features.task.mean_weights)
+    mean = float(OwnParts.weights[torch.tensor(classes()["labels"][:])].mean())
+    assert found[0] == found[1] == (pytest.approx(mean, rel=1e-5),)
+
+
 def test_a_batch_that_divides_a_part_of_its_loss_by_what_other_rows_have_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
