@@ -81,17 +81,15 @@ def row_count(dataset: Any, name: str) -> int:
             splits, or a single row), or a text.
         ValueError: the dataset is empty.
     """
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping | str | bytes):
+        given = f"the text {dataset!r}" if not isinstance(dataset, Mapping) else f"with the keys {list(dataset)}"
+        remedy = "one split (`datasets['train']`)"
+        if not isinstance(dataset, Mapping):
+            remedy = "what the model says to a text (`attributor.predict(Dataset.from_list([{'text': text}]))`)"
         raise TypeError(
-            f"`{name}` is a {type(dataset).__name__} with the keys {list(dataset)}. Expected a dataset whose element "
-            "i is row i. Pass one split (`datasets['train']`), or make one of a single row "
+            f"`{name}` is a {type(dataset).__name__}, {given}. Expected a dataset whose element i is row i. Pass "
+            f"{remedy}, load it from its name (`load_dataset(name, split='train')`), or make one of a single row "
             "(`Dataset.from_list([row])`)."
-        )
-    if isinstance(dataset, str | bytes):
-        raise TypeError(
-            f"`{name}` is the text {dataset!r:.100}. Expected a dataset whose element i is row i. Load it from its "
-            "name (`load_dataset(name, split='train')`), or take what the model says to a text "
-            "(`attributor.predict(Dataset.from_dict({'text': [text]}))`)."
         )
     if dataset is None:
         raise TypeError(f"`{name}` is None. Expected a dataset whose element i is row i. Pass `{name}=...`.")
@@ -439,9 +437,7 @@ def _check_columns(kept: Collection[str], given: Collection[str], columns: Colle
         if TOKENS in columns and (chats := [name for name in _CHATS if name in given]):
             remedy = f"Make tokens of the chats with `hf_trak.data.language.{_CHATS[chats[0]]}`"
         elif TOKENS in columns:
-            remedy = (
-                "Make tokens of texts as those of the training rows were made (`attributor.predict` does it itself)"
-            )
+            remedy = "Rename the columns, make tokens of texts as for the training (`attributor.predict` does)"
         known = [name for name in _INPUTS if name in columns]
         raise ValueError(
             f"No column of the dataset reaches the model: it has {sorted(given)}. Expected some of "

@@ -71,7 +71,9 @@ def predicted_rows(model: FeaturizedModel, dataset: Any, generation: Mapping[str
             read = None if set(given["columns"]) == set(dataset.column_names) else given["columns"]
             form = {**given["format_kwargs"], "columns": read, "output_all_columns": given["output_all_columns"]}
             probe = probe.with_transform(**form)
-            form |= {"transform": _KeepingPredicted(form["transform"]), "columns": read and [*read, PREDICTED]}
+            own = form["transform"]
+            own = own.transform if isinstance(own, _KeepingPredicted) else own  # of rows that were predicted before
+            form |= {"transform": _KeepingPredicted(own), "columns": read and list(dict.fromkeys([*read, PREDICTED]))}
             found = found.with_transform(**form)
         _check_labels(model, probe)
         return found
@@ -90,9 +92,8 @@ class _KeepingPredicted:
         self.transform = transform
 
     def __call__(self, rows: Any) -> Any:
-        predicted = rows[PREDICTED]
         made = self.transform({name: values for name, values in rows.items() if name != PREDICTED})
-        return {**made, PREDICTED: predicted}
+        return {**made, PREDICTED: rows[PREDICTED]} if PREDICTED in rows else made
 
 
 def _check_labels(model: FeaturizedModel, probe: Dataset) -> None:

@@ -50,7 +50,7 @@ MISSED = 0.1
 """By how much steps that are taken again may miss the next known weights, relative to the way to them."""
 
 _ROUNDED = 4
-"""Gradients that are nothing but rounding, in roundings of the largest one."""
+"""Gradients so far that are nothing but rounding, in roundings of the largest one."""
 
 _SLICE = 2**20
 """Parameters that are multiplied at a time, in float64."""
@@ -196,8 +196,9 @@ class BackwardSweep:
         compared = not self.path.known(index) if self._again else not self.path.again
         if compared and self.path.known(index + 1):
             # Biases of keys of attention have a gradient of zero but for rounding, of which Adam makes whole steps.
-            told = squares.sqrt() > _ROUNDED * torch.finfo(squares.dtype).eps * squares.max().sqrt()
-            self.forward[1, index] = self.path.deviation(index + 1, reached, told)
+            sizes = moments.second.sqrt()
+            rounding = (sizes > 0) & (sizes <= _ROUNDED * torch.finfo(sizes.dtype).eps * sizes.max())
+            self.forward[1, index] = self.path.deviation(index + 1, reached, ~rounding)
         return State(self.path.weights(index + 1), moments)
 
     def _check_gradient(self, gradient: Tensor) -> None:
