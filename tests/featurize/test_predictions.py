@@ -58,6 +58,9 @@ def test_classes(tmp_path: Path) -> None:
     found = own.predict(images)
     assert [row["labels"] for row in found] == expected and [row["source"] for row in found] == rows["source"]
     assert [row["predicted"] for row in found] == [str(label) for label in expected]
+    for one in (said, found):
+        assert "predicted" not in one.remove_columns("predicted")[0]
+        assert [row["labels"] for row in own.predict(one)] == expected
 
     right = stored.add_column("digit", expected)  # agrees with what the model says
 
