@@ -87,7 +87,7 @@ class TrakCallback(TrainerCallback):
         report (`bool`, *optional*, defaults to `False`):
             Whether to write `<output_dir>/training_report.html` when training ends: what the training rows did to the
             loss of the trainer's `eval_dataset`, see [`~hf_trak.report.training_report`]. It needs `trainer`, and is
-            best with `record=True`: the run is replayed then, for about five times as long as it took
+            best with `record=True`: the run is replayed then, for five to ten times as long as it took
             (`benchmarks/pages/replay_cost.md`). The trainer logs its tables where it reports to (`report_to`).
         first_model_id (`int`, *optional*, defaults to 0):
             Id of the first checkpoint in the feature store; the others follow.
@@ -217,7 +217,11 @@ class TrakCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._reports and self._recorder is not None:
-            say(logger, "When training ends, the report replays it, which takes about five times as long as training.")
+            say(
+                logger,
+                "When training ends, the report replays it, which takes five to ten times as long as training; "
+                "`training_report` does it later, where `report` is not set.",
+            )
         stale = [step for step in self._collected() if step > state.global_step]
         if state.global_step == 0 and stale and not self.overwrite:
             raise ValueError(
