@@ -370,7 +370,7 @@ def test_the_callback_reports_when_training_ends(
     page = tmp_path / "trak" / "training_report.html"
     assert "Raised the loss most" in page.read_text()
     price, done = told  # before the training, and after it
-    assert "five times as long as training" in price and done == f"{callback.report}\nThe page is {page}."
+    assert "five to ten times as long as training" in price and done == f"{callback.report}\nThe page is {page}."
     attributor = TrakAttributor.from_trainer(run, config(tmp_path)).featurize(callback.checkpoints[:1])
     # of the last weights all the same
     again = training_report(attributor.features, EVAL, method=Replay(of="run", name="mine"))
