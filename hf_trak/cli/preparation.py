@@ -343,14 +343,14 @@ class _LabellingCollator:
         self._pad, self._pad_token = DataCollatorForTokenClassification(tokenizer), tokenizer.pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        return self._pad([dict(row) if "labels" in row else self._labelled(row) for row in rows])
+        return self._pad([self._labelled(row) for row in rows])
 
     def _labelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        tokens, masks = row["input_ids"], [row[name] for name in ROLE_MASKS if name in row]
-        hidden = [token == self._pad_token and "attention_mask" in row and not masks for token in tokens]
+        labels, masks = list(row.get("labels", row["input_ids"])), [row[name] for name in ROLE_MASKS if name in row]
+        if not masks and "labels" not in row and "attention_mask" in row:
+            labels = [IGNORED if token == self._pad_token else token for token in labels]
         for mask in masks:
-            hidden = [one or not shown for one, shown in zip(hidden, mask, strict=True)]
-        labels = [IGNORED if one else token for one, token in zip(hidden, tokens, strict=True)]
+            labels = [label if shown else IGNORED for label, shown in zip(labels, mask, strict=True)]
         return {**{name: value for name, value in row.items() if name not in ROLE_MASKS}, "labels": labels}
 
 

@@ -217,7 +217,7 @@ def _mean_weights(
     """Return the mean weight of the labels of some rows, for each cross-entropy with weights of classes."""
     sums = defaultdict[int, tuple[float, int]](lambda: (0.0, 0))
     for one in rows:
-        with WeightsSeen() as seen, torch.no_grad():
+        with WeightsSeen() as seen:
             task.of_batch(model, one, None if task.items([one]) is None else 1)
         for call, (weight, labels) in enumerate(seen.sums):
             sums[call] = sums[call][0] + weight, sums[call][1] + labels

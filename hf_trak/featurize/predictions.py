@@ -201,7 +201,7 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     unset = own is not None and own.max_new_tokens is None and own.max_length in (None, _MOST_TOKENS)
     for row, prompt in enumerate(_prompts(model, dataset, causal)):
         if causal:
-            _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
+            _check_length(row, prompt.shape[1], generation.get("max_new_tokens", 1), positions)
         with pass_settings(model.model), torch.no_grad():
             given: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             if causal and unset and not told:  # what `generate` takes by itself, with a warning
