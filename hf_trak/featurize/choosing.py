@@ -40,6 +40,9 @@ MEASURED = 1
 
 MINUTE = 60.0
 
+_FEW = 10.0
+"""Seconds below which files and checks of engines, which have no price, may take as long as the passes."""
+
 _BANKS = "LDS of models like this one on the banks"
 
 GAIN = 0.02
@@ -94,7 +97,7 @@ class Option:
         # conjugate gradients may end before the steps that are paid for, and many targets share a pass
         about = "at most about" if _is_refined(self.method) else "about"
         if (seconds := self.lasts(rate)) is not None:
-            return f"{about} {duration(seconds)}"
+            return "a few seconds" if seconds < _FEW else f"{about} {duration(seconds)}"
         return f"{about} {self.price.passes / featurizing:.2g} times as long as featurizing"
 
 
