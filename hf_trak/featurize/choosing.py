@@ -51,8 +51,8 @@ GAIN = 0.02
 _told = WeakKeyDictionary[FeaturizedModel, AnyMethod]()
 """What was chosen for a model the last time, which its user knows, and what would be better."""
 
-_doubted = WeakKeyDictionary[FeaturizedModel, float]()
-"""The part of the rows in the curvature of a replay that failed, or had signs that its scores are wrong."""
+_doubted = WeakKeyDictionary[FeaturizedModel, dict[str, float]]()
+"""By form of the curvature, the part of the rows in that of a replay that failed or had signs of wrong scores."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,7 @@ def choose(
             return chosen.method, asked
         model.warn_once(f"`method='auto'` leaves {named(chosen.method)} alone: {doubts}")
         leave_alone(model, chosen.method)
-        share = chosen.method.hessian_share
-        left = [one for one in found.options if not isinstance(one.method, Replay) or one.method.hessian_share > share]
+        left = [one for one in found.options if not isinstance(one.method, Replay) or _is_believed(model, one.method)]
         found = replace(found, options=tuple(left))
 
 
@@ -212,13 +211,19 @@ def doubt(model: FeaturizedModel, question: Question, method: Replay) -> str | N
 
 
 def leave_alone(model: FeaturizedModel, method: Replay) -> None:
-    """Let `"auto"` take no replay of so many rows, or fewer, from now on.
+    """Let `"auto"` take no replay of so many rows, or fewer, by the same form of the curvature from now on.
 
     Args:
         model: the featurized model.
         method: the replay that failed, or had signs that its scores are wrong.
     """
-    _doubted[model] = max(_doubted.get(model, 0.0), method.hessian_share)
+    shares = _doubted.setdefault(model, {})
+    shares[method.products] = max(shares.get(method.products, 0.0), method.hessian_share)
+
+
+def _is_believed(model: FeaturizedModel, method: Replay) -> bool:
+    """Tell whether no replay of as many rows has failed."""
+    return method.hessian_share > _doubted.get(model, {}).get(method.products, 0.0)
 
 
 def _is_refined(method: AnyMethod) -> bool:
@@ -249,9 +254,13 @@ def options(
     absent = getattr(rows, "absent", False) or getattr(rows, "remote", False)
     at_hand = not absent and model.scored_by is None  # engines read the index alone
     if at_hand and (run := recorded_run(model)) is not None:
-        half = replace(run, hessian_share=HESSIAN_SHARE)
-        runs = [(run, 1.0, "the recorded run itself"), (half, 0.9, "the recorded run, half of its curvature")]
-        methods += [one for one in runs if one[0].hessian_share > _doubted.get(model, 0.0)]
+        half, convex = replace(run, hessian_share=HESSIAN_SHARE), replace(run, form="gauss-newton")
+        runs = [
+            (run, 1.0, "the recorded run itself"),
+            (half, 0.9, "the recorded run, half of its curvature"),
+            (convex, 0.8, "the recorded run, by the Gauss-Newton matrix"),
+        ]
+        methods += [one for one in runs if _is_believed(model, one[0])]
     if calibration is None:
         ranked = sorted(_of_banks(model, top_k, ids), key=lambda one: -one[1]) if at_hand else []
         methods += [*ranked, _of_bank(model, Index())]

@@ -355,15 +355,21 @@ def effects_of_training(
         else:
             say(logger, text)
     begun = time.monotonic()
-    doubts = doubt(features, question, chosen) if method == "auto" and isinstance(chosen, Replay) else None
-    if doubts is None:
-        plan = planned(features, question, chosen)
-    else:
-        leave_alone(near_by, chosen)  # type: ignore[arg-type]  # a replay, as doubts are of no others
-        chosen = Exact("ekfac")
-        text = f"The recorded run is left alone, since its replay speaks against itself, and EK-FAC is taken. {doubts}"
+    texts = list[str]()
+    while (
+        method == "auto" and isinstance(chosen, Replay) and (doubts := doubt(features, question, chosen)) is not None
+    ):
+        leave_alone(near_by, chosen)
+        convex = chosen.products == "hessian"
+        texts.insert(
+            0,
+            f"The recorded run is {'replayed by its Gauss-Newton matrix' if convex else 'left alone'}, since its "
+            f"replay speaks against itself{'' if convex else ', and EK-FAC is taken'}. {doubts}",
+        )
+        chosen = replace(chosen, form="gauss-newton") if convex else Exact("ekfac")
         passes += price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
-        plan = replace(planned(features, question, chosen), warnings=(text,))
+    plan = planned(features, question, chosen)
+    plan = replace(plan, warnings=tuple(texts)) if texts else plan
     scores = torch.cat([block[:, 0].double() for _, _, block in plan.blocks]).numpy()
     seconds, settings = time.monotonic() - begun, dict[str, float]()
     if isinstance(chosen, Replay) and chosen.of == "run":

@@ -95,13 +95,13 @@ def test_the_time_of_a_replay_is_that_of_its_steps(tmp_path: Path, monkeypatch: 
     found = whole.seconds(10, step := whole.step_seconds(10, 0))
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     rows = attributor.trajectory().rows
-    assert found == pytest.approx(rows * (2 + 100 * 10))
+    assert found == pytest.approx(rows * (1 + 100 * 10))  # gradients are kept for the way back
     half = RunReplay(attributor.features, Replay(of="run", hessian_share=0.5))
     assert half.step_seconds(10, 0) == pytest.approx(step)
-    assert half.seconds(10, step) == pytest.approx(rows * (2 + 50 * 10))
+    assert half.seconds(10, step) == pytest.approx(rows * (1 + 50 * 10))
     monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", 1.0)  # no products: 2 trainings for each target
     before_this = clock[0]
-    assert whole.seconds(10, whole.step_seconds(10, 0)) == pytest.approx(rows * (2 + 2 * 10))
+    assert whole.seconds(10, whole.step_seconds(10, 0)) == pytest.approx(rows * (1 + 2 * 10))
     assert clock[0] - before_this == 2 * step[0]
     monkeypatch.setattr("hf_trak.featurize.run_replaying.LONG", 10.0)  # a first pass that is long, and no other
     cold = [100.0]
@@ -220,7 +220,8 @@ def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, c
         index = attributor.attribute(targets, top_k=5, method="index")
         assert np.array_equal(found, np.array(index["trak_scores"][:]))
     warned = [one.getMessage() for one in caplog.records if one.name == "hf_trak.featurize.featurized"]
-    assert len(warned) == 2 and "grew" in warned[0] and "leaves Replay(" in warned[1]
+    assert len(warned) == 4 and "grew" in warned[0] and "grew" in warned[2]  # by either form of the curvature
+    assert "leaves Replay(of='run') alone" in warned[1] and "leaves Replay(of='run', form='gauss-newton')" in warned[3]
 
 
 def test_auto_takes_the_record_of_the_run_that_ended_with_these_weights(tmp_path: Path) -> None:

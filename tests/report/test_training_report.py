@@ -222,7 +222,7 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
     rows = {name: (was, now) for name, was, now in found.compared}
     loss = f"{report.loss:.4g} (-0.25, -0.25 to -0.25)"
     assert rows["validation loss"] == (f"{report.loss + 0.25:.4g}", loss) and loss in page
-    assert rows["doubted labels"] == ("0", str(len(report.doubted))) and len(report.doubted) > 0
+    assert rows["doubted labels"] == ("0", str(len(found.doubted))) and len(found.doubted) > 0
     assert rows["source <old>"] == ("+1.5", "no row") and "source &lt;old&gt;" in page
     assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
     for one in (replace(found, earlier=replace(before, relative=True)), replace(found, relative=True)):
@@ -391,8 +391,9 @@ def test_the_callback_leaves_a_run_alone_that_speaks_against_itself(
     run.add_callback(callback)
     run.train()
     assert callback.report is not None and callback.report.method.startswith("exact scores")
-    (text,) = callback.report.warnings
+    text, before = callback.report.warnings
     assert text.startswith("The recorded run is left alone") and "grew" in text
+    assert before.startswith("The recorded run is replayed by its Gauss-Newton matrix") and "grew" in before
 
 
 class Dashboard(TrainerCallback):

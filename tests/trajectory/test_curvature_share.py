@@ -47,7 +47,7 @@ def test_steps_get_rows_in_proportion_to_their_rates(share: float) -> None:
 
 @pytest.mark.slow
 def test_fewer_rows_are_less_work_and_other_scores(tmp_path: Path) -> None:
-    assert trainings(5, 1.0, "hessian") == 12 == trainings(10, 0.5, "hessian")
+    assert trainings(2, 5, 1.0, "hessian") == 12 == trainings(2, 10, 0.5, "hessian")
     run = recorded(tmp_path)
     whole = scores_of(replayed(run, tmp_path, Replay(of="run")))
     assert not torch.allclose(scores_of(replayed(run, tmp_path, Replay(of="run", hessian_share=0.5))), whole)
