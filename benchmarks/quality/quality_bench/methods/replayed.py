@@ -48,5 +48,6 @@ _RUN, _RECIPE = Replay(of="run"), Replay()
 
 METHODS: dict[str, Method] = {
     "replayed run": replayed(_RUN, {"half of the rows in the curvature": replace(_RUN, hessian_share=0.5)}),
+    "replayed run, Gauss-Newton": replayed(replace(_RUN, form="gauss-newton"), {}),
     "replayed recipe": replayed(_RECIPE, {"8 rows a step": replace(_RECIPE, rows=8)}),
 }
