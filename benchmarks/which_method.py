@@ -30,6 +30,7 @@ METHODS = {
     "hf_trak: EK-FAC": "exact, EK-FAC",
     "hf_trak: hybrid": "exact, hybrid",
     "hf_trak: replayed run": "replayed run",
+    "hf_trak: replayed run, Gauss-Newton": "replayed run, Gauss-Newton",
     "hf_trak: replayed recipe": "replayed recipe",
     "hf_trak: TRAK, 3 of one run": "index, three checkpoints of the run",
     "hf_trak: hybrid, 3 of one run": "exact, hybrid, three checkpoints",

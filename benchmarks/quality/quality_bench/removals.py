@@ -20,7 +20,7 @@ DRAWS = 30
 METHODS = (
     "hf_trak: TRAK", "traker: TRAK", "dattri: EK-FAC", "kronfluence: EK-FAC", "bergson: TrackStar", "bergson: EK-FAC",
     "baselines: gradient dot", "hf_trak: EK-FAC", "hf_trak: hybrid", "hf_trak: replayed recipe",
-    "hf_trak: replayed run",
+    "hf_trak: replayed run", "hf_trak: replayed run, Gauss-Newton",
 )  # fmt: skip
 CODED = ("hf_trak: TRAK, codes", ("int4, 2048 B", "int2, 2048 B", "int1, 1024 B"))
 """Variants of features in few bytes, beside the default of `hf_trak: TRAK` in float32, 16,384 bytes."""
