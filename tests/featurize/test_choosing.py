@@ -23,6 +23,7 @@ from hf_trak.featurize.choosing import Option, Options
 from hf_trak.featurize.pricing import Price, fitted, price, recorded_run
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import AnyMethod
+from hf_trak.report.training import effects_of_training
 from hf_trak.runtime import progress
 from hf_trak.store.sealed import write_sealed
 from hf_trak.trajectory.passes import StepPasses
@@ -224,6 +225,24 @@ def test_auto_leaves_a_replay_alone_that_speaks_against_itself(tmp_path: Path, c
     warned = [one.getMessage() for one in caplog.records if one.name == "hf_trak.featurize.featurized"]
     assert len(warned) == 4 and "grew" in warned[0] and "grew" in warned[2]  # by either form of the curvature
     assert "leaves Replay(of='run') alone" in warned[1] and "leaves Replay(of='run', form='gauss-newton')" in warned[3]
+
+
+def test_auto_and_the_report_take_the_gauss_newton_matrix_where_the_hessian_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributor = TrakAttributor.from_trainer(recorded(tmp_path), config(tmp_path, budget="best")).featurize()
+    convex = Replay(of="run", form="gauss-newton")
+    expected = scores_of(attributor, top_k=5, method=convex)
+    assert not np.array_equal(expected, scores_of(attributor, top_k=5, method=Replay(of="run")))
+    effects = effects_of_training(attributor.features, TARGETS, method=convex).effects
+    monkeypatch.setattr(
+        "hf_trak.featurize.run_replaying.warnings_of",
+        lambda found, path, method, coarse: ["It grew."] if method.products == "hessian" else [],
+    )
+    report = effects_of_training(attributor.features, TARGETS)
+    assert np.array_equal(report.effects, effects) and "Gauss-Newton matrix" in report.warnings[0]
+    again = TrakAttributor.from_trainer(attributor.features.trainer, attributor.args)  # which has heard of no doubts
+    assert np.array_equal(scores_of(again, top_k=5), expected)
 
 
 def test_auto_takes_the_record_of_the_run_that_ended_with_these_weights(tmp_path: Path) -> None:
