@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from replay_runs import EVAL, TRAIN, config, tiny, trainer
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from hf_trak import TrakAttributor
 from hf_trak.callbacks import TrakCallback
 from hf_trak.methods import Replay
+from hf_trak.trajectory.record import RunRecord
 
 
 class Scaled(TrainerCallback):
@@ -72,3 +74,30 @@ def test_steps_of_gradients_that_are_rounding_are_not_compared(
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
     assert not [text for text in caplog.messages if "taken again" in text]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+def test_rows_of_any_step_between_two_states_are_compared(
+    optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those whose tokens, and with them the rows of the table that they move, the last step has not."""
+    tokens = torch.randperm(192, generator=torch.Generator().manual_seed(0)).reshape(32, 6).tolist()
+    rows = Dataset.from_list([{"input_ids": one, "labels": one} for one in tokens])
+    torch.manual_seed(1)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 200, "n_positions": 8}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **none, tie_word_embeddings=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("wte" in name)
+    callback = TrakCallback(config(tmp_path), record=True, every=4)
+    rate = 1.0 if optim == "sgd" else 1e-2
+    run = trainer(tmp_path, model, rows, callbacks=[callback], num_train_epochs=1, per_device_train_batch_size=4,
+                  weight_decay=0.0, optim=optim, learning_rate=rate)  # fmt: skip
+    run.train()
+    steps = RunRecord.open(tmp_path / "trak" / "trajectory" / "run").steps()
+    changed = {row for step in steps[1:3] for row in step.rows}
+    other = [one[::-1] if row in changed else one for row, one in enumerate(tokens)]
+    run.train_dataset = Dataset.from_list([{"input_ids": one, "labels": one} for one in other])
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
+    assert any("missed the next known weights by" in text for text in caplog.messages)
