@@ -181,13 +181,14 @@ def boxes(directory: Path, args: TrakConfig, *, task: Any = None) -> TrakAttribu
     if task is not None:
         return own
 
+    found = torch.tensor([len(row["class_labels"]) for row in rows])
+    weights = found + config.eos_coefficient * (config.num_queries - found)
+
     def loss(row: int) -> torch.Tensor:
-        # A batch divides the cross-entropy of its queries by the sum of their weights, which is that of all rows: a
-        # row's part of it is the sum over its queries, and their mean for one that is divided by their number.
+        # A batch divides the cross-entropy of its queries by the sum of their weights: a row's part of it, times the
+        # number of rows, is the sum over its own queries by the mean weight of a row.
         outputs = model(**collate([rows[row]]))
-        found = len(rows[row]["class_labels"])
-        weights = found + config.eos_coefficient * (config.num_queries - found)
-        return outputs.loss + (weights / config.num_queries - 1) * outputs.loss_dict["loss_ce"]
+        return outputs.loss + (weights[row] / weights.mean() - 1) * outputs.loss_dict["loss_ce"]
 
     return with_truth(own, loss)
 

@@ -122,13 +122,13 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     run = recorded(tmp_path)
     attributor = TrakAttributor.from_trainer(run, config(tmp_path))
     cost = attributor.estimate(len(EVAL), method=PLAIN).stages["replay"]
-    assert cost.passes == 3 * ROWS * (2 + 2 * len(EVAL))
+    assert cost.passes == 3 * ROWS * (1 + 2 * len(EVAL))
     half = attributor.estimate(EVAL, method=Replay(of="run", hessian_share=0.5)).stages["replay"]
-    assert half.passes == 3 * ROWS * (2 + 2 * len(EVAL) / 2)
+    assert half.passes == 3 * ROWS * (1 + 2 * len(EVAL) / 2)
     many = attributor.estimate(200, method=Replay(of="run")).stages["replay"].passes / (3 * ROWS)
-    assert many == 2 + 2 * 200
+    assert many == 1 + 2 * 200
     fewer = attributor.estimate(200, method=Replay(of="run", hessian_share=0.25)).stages["replay"].passes / (3 * ROWS)
-    assert fewer == pytest.approx(2 + 4 / 3 * 0.25 * 200)
+    assert fewer == pytest.approx(1 + 4 / 3 * 0.25 * 200)
     attributor.attribute(EVAL, top_k=None, method=PLAIN)
     place = tmp_path / "trak" / "experiments"
     files = list(place.rglob("scores.safetensors"))
@@ -137,7 +137,7 @@ def test_an_estimate_says_what_a_replay_took(tmp_path: Path) -> None:
     assert measured.stages["replay"].seconds == cost.passes / measured.rows_per_second
     parameters = attributor.trajectory().parameters
     attributor.args.curvature.memory = 2.5 * 4 * 8 * parameters / 2**30
-    assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 2 + 2 * len(EVAL))
+    assert attributor.estimate(len(EVAL), method=PLAIN).stages["replay"].passes == 3 * ROWS * (2 * 1 + 2 * len(EVAL))
     with pytest.raises(ValueError, match="nothing is known of its steps"):
         attributor.features.estimate(1, method=PLAIN)
 
