@@ -27,7 +27,7 @@ from kit.text_models import train_tokenizer
 from preference_data import python_preferences
 
 from hf_trak import TrakAttributor, TrakConfig
-from hf_trak.cli.preparation import evenly_spaced
+from hf_trak.cli.stored_rows import evenly_spaced
 from hf_trak.evaluation import evaluate_removal, masks_and_outputs, removal_plan, retrain_on_subsets
 from hf_trak.gradient_computers import per_sample_gradients
 from hf_trak.modelout_functions import DPOModelOutput

@@ -25,7 +25,7 @@ from quality_bench.banks import build
 from quality_bench.cases import CASES, make_case
 from quality_bench.code_tables import report_codes
 from quality_bench.methods import LIBRARIES
-from quality_bench.removals import remove
+from quality_bench.removals import FRACTION, remove
 from quality_bench.shortlist import report_shortlist, shortlist_summary
 from quality_bench.shortlist_removal import report_rerank
 from quality_bench.tables import report, summary
@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("quality"), help="directory of banks and scores")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="directory of the installed libraries")
     parser.add_argument("--downloads", type=Path, default=Path("downloads"), help="directory of fetched data")
+    parser.add_argument("--fraction", type=float, default=FRACTION, help="share of the rows that `remove` removes")
     parser.add_argument("--job", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -75,7 +76,9 @@ def main() -> None:
                     found = score(name, library, method, work, args.downloads, args.peers, args.limit)
                     print(name, json.dumps(found), flush=True)
         if "remove" in stages:
-            remove(case, work, args.job, args.jobs)
+            removed = remove(case, work, args.fraction, args.job, args.jobs)
+            if removed is not None:
+                print(f"\n### {case.title}\n\n{removed}", flush=True)
         if CODES in stages:
             results[name] = report_codes(case, work)
         if SHORTLIST in stages:

@@ -12,9 +12,11 @@ from typing import Any
 from datasets import Dataset
 
 from hf_trak.attributor import TrakAttributor
+from hf_trak.cli.named_models import load_model
 from hf_trak.cli.parser import DataArguments, ModelArguments, TargetArguments, option, parse_yaml_and_args
-from hf_trak.cli.preparation import Preparation, load_model, load_rows, preparation, training_rows
+from hf_trak.cli.preparation import Preparation, preparation
 from hf_trak.cli.record import RECORD, read_record, remembered_or_made
+from hf_trak.cli.stored_rows import load_rows, training_rows
 from hf_trak.config import TrakConfig
 from hf_trak.data.rows import default_collator
 from hf_trak.errors import ConfigMismatchError, IncompleteStoreError

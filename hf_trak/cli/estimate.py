@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_trak.cli.build import MethodArguments, load_training
+from hf_trak.cli.named_models import load_model
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
-from hf_trak.cli.preparation import load_model
 from hf_trak.config import TrakConfig
 from hf_trak.featurize.cluster import cluster_cost
 from hf_trak.featurize.estimate import estimate

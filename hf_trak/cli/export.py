@@ -63,7 +63,7 @@ def _write(store: FeatureStore, to: Path, args: ExportArguments, data: DataArgum
     if names is not None:
         if data.dataset_name is None:
             raise ValueError(f"`columns` is {names}, and no training rows are known. Expected `--train_dataset`.")
-        from hf_trak.cli.preparation import training_rows  # slow to import
+        from hf_trak.cli.stored_rows import training_rows  # slow to import
 
         rows = training_rows(data, data.max_train_samples)
         if missing := [name for name in names if name not in rows.column_names]:

@@ -4,133 +4,26 @@ Tokens and labels become columns, so that the fingerprint of a dataset covers ho
 pixels when rows are read. Text columns stay, for the report.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from datasets import ClassLabel, Dataset, DatasetDict
-from huggingface_hub import constants
+from datasets import Dataset
 from jinja2 import TemplateError
 from transformers import DataCollatorForTokenClassification
 
+from hf_trak.cli.class_labels import class_numbers, with_labels, without_labels
 from hf_trak.cli.parser import DataArguments
+from hf_trak.cli.stored_rows import evenly_spaced
 from hf_trak.data.columns import LABELS, ColumnsRead, image_column, is_text, label_column, text_columns
 from hf_trak.data.image_text import ImageTextCollator
 from hf_trak.data.language import mask_tokens, tokenize_chat, tokenize_prompt_completion
-from hf_trak.errors import HubAccessError
 from hf_trak.hub import safe_loading
-from hf_trak.hub.access import without_secrets
-from hf_trak.hub.names import shown
-from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.modelout_functions.question_answering import ENDS
 from hf_trak.modelout_functions.tokens import IGNORED, ROLE_MASKS
-from hf_trak.runtime.progress import no_progress_bars, with_column
-
-logger = logging.getLogger(__name__)
-
-AUTO_CLASSES = {
-    "image_classification": "AutoModelForImageClassification",
-    "iterative_image_classification": "AutoModelForImageClassification",
-    "text_classification": "AutoModelForSequenceClassification",
-    "regression": "AutoModelForSequenceClassification",
-    "multi_label_classification": "AutoModelForSequenceClassification",
-    "audio_classification": "AutoModelForAudioClassification",
-    "clip": "AutoModel",
-    "siglip": "AutoModel",
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "token_classification": "AutoModelForTokenClassification",
-    "question_answering": "AutoModelForQuestionAnswering",
-}
-
-"""The auto class of each task. A task without one takes the class that the model's config names."""
-
-
-def check_exists(path: Path, name: str, what: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse the name of a file or directory that does not exist, rather than ask the Hub for it.
-
-    Args:
-        path: the path that the name stands for.
-        name: the name as given. Names of repos have none of the suffixes, and do not start with a dot, a slash or `~`.
-        what: what is expected, for the error message.
-        suffixes: suffixes of files.
-
-    Raises:
-        FileNotFoundError: nothing exists at the path.
-    """
-    local = name.startswith((".", "/", "~")) or path.suffix in suffixes
-    if local and not path.exists():
-        raise FileNotFoundError(
-            f"There is no such file or directory: {name!r} (looked in {str(Path.cwd())!r}). Expected a {what} on this "
-            "machine, or the name of one on the Hub, 'user/name'. Correct the path."
-        )
-
-
-def evenly_spaced(dataset: Dataset, limit: int | None) -> Dataset:
-    """Select rows ⌊i · rows / limit⌋, so that a dataset sorted by class keeps all of its classes."""
-    if limit is None or limit >= len(dataset):
-        return dataset
-    return dataset.select([i * len(dataset) // limit for i in range(limit)])
-
-
-def load_model(name: str, revision: str, task: str | None) -> torch.nn.Module:
-    """Load a model in the class of the task, or in the class that its config names. No code of a repo is run.
-
-    Raises:
-        FileNotFoundError: the name is a path that does not exist.
-        HubAccessError: the model cannot be loaded from the Hub, or is not in the cache while offline.
-        ValueError: the config names no class of transformers, and no task is given; or the repo refers to code or to
-            files elsewhere, or is damaged.
-    """
-    return _load(name, revision, task, "model", may_be_adapter=True)
-
-
-def _load(name: str, revision: str, task: str | None, what: str, may_be_adapter: bool) -> torch.nn.Module:
-    check_exists(Path(name), name, what)
-    try:
-        return _load_model(name, revision, task, may_be_adapter)
-    except OSError as error:
-        # The second is from loading the base model of an adapter, which it names.
-        if Path(name).is_dir() or isinstance(error, HubAccessError):
-            raise
-        offline = " HF_HUB_OFFLINE is set, so that only the cache is searched." if constants.HF_HUB_OFFLINE else ""
-        reason = without_secrets(" ".join(str(error).split()))[:300]
-        raise HubAccessError(
-            f"The {what} {name!r} at revision {revision!r} could not be loaded: there is no such directory, and the "
-            f"Hub or its cache gave: {reason}{offline} Expected a directory that `save_pretrained` wrote, or a model "
-            "repo. Correct the name."
-        ) from error
-
-
-def _load_model(name: str, revision: str, task: str | None, may_be_adapter: bool) -> torch.nn.Module:
-    if may_be_adapter:
-
-        def load_base(base: str, base_revision: str | None) -> torch.nn.Module:
-            return _load(base, base_revision or "main", task, "base model", may_be_adapter=False)
-
-        adapter = safe_loading.load_adapter(name, revision, load_base)
-        if adapter is not None:
-            return adapter
-    auto = AUTO_CLASSES.get(task or "")
-    if auto is not None:
-        return safe_loading.load_model(name, revision, getattr(transformers, auto))
-    named = safe_loading.architectures(name, revision)
-    found = map(safe_loading.model_class, named if isinstance(named, list) else [])
-    kind = next((kind for kind in found if kind is not None), None)
-    if kind is None:
-        raise ValueError(
-            f"The config of {name!r} names the classes {shown(named)}; transformers has none of them. Set `task` to "
-            f"one of {sorted(AUTO_CLASSES)}."
-        )
-    return safe_loading.load_model(name, revision, kind)
-
+from hf_trak.runtime.progress import no_progress_bars
 
 READY = ("input_ids", "pixel_values", "input_features", "input_values")
 
@@ -181,7 +74,7 @@ def preparation(model: Any, task: str, rows: Dataset, args: DataArguments, name:
     Raises:
         ValueError: a required column is missing, or the user must prepare rows for this task.
     """
-    found = _chosen(model, task, rows, args, name, revision, _class_numbers(model, rows, args.label_column))
+    found = _chosen(model, task, rows, args, name, revision, class_numbers(model, rows, args.label_column))
     if int(os.environ.get("RANK", "0")) == 0:
         read = str(found.columns) or ", ".join(name for name in (*READY, *LABELS) if name in rows.column_names)
         print(f"Columns read: {read}", file=sys.stderr)
@@ -205,9 +98,9 @@ def _chosen(
 
         def prepare(data: Dataset, labelled: bool = True) -> Dataset:
             if not labelled:
-                data = _without(_with_columns(data, [column]), label)
+                data = without_labels(_with_columns(data, [column]), label)
                 return data.map(pixels, batched=True, desc="Reading images")
-            return _with_labels(_with_columns(data, [column], [label]), label, ids).with_transform(pixels)
+            return with_labels(_with_columns(data, [column], [label]), label, ids).with_transform(pixels)
 
         return Preparation(prepare, None, processor, ColumnsRead(None, column, label))
     if task in _PAIR_TASKS:
@@ -364,7 +257,7 @@ def _classified(task: str, tokenizer: Any, rows: Dataset, args: DataArguments, i
 
     def prepare(data: Dataset, labelled: bool = True) -> Dataset:
         data = _with_columns(data, texts, [label] if labelled else ())
-        data = _with_labels(data, label, ids) if labelled else _without(data, label)
+        data = with_labels(data, label, ids) if labelled else without_labels(data, label)
         return data.map(tokens, batched=True, desc="Tokenizing")
 
     return Preparation(prepare, None, tokenizer, ColumnsRead(texts, None, label))
@@ -408,138 +301,3 @@ def _chat_tokens(messages: Any, tokenizer: Any, max_length: int | None) -> dict[
             f"{error}). Expected roles and contents that it accepts. Change the rows, or name another model."
         ) from error
     return found
-
-
-def _class_numbers(model: Any, rows: Dataset, label_column: str | None) -> dict[str, int]:
-    """Number the classes by their names: as the model's config does, or else as the training rows do.
-
-    Args:
-        model: the model, whose config names classes `LABEL_0`, … where nobody has given names.
-        rows: the training rows. Labels that are a `ClassLabel` have names.
-        label_column: the column of labels, if it is named.
-    """
-    ids = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
-    if not all(name.lower().startswith("label_") for name in ids):
-        return ids
-    kinds = [rows.features.get(name) for name in (LABELS if label_column is None else (label_column,))]
-    names = next((kind.names for kind in kinds if isinstance(kind, ClassLabel)), None)
-    return ids if names is None or len(names) != len(ids) else {name: index for index, name in enumerate(names)}
-
-
-def _with_labels(rows: Dataset, column: str, ids: Mapping[str, int]) -> Dataset:
-    """Put the labels into the column `labels`, as the numbers that belong to the names of their classes."""
-    if column != "labels":
-        if "labels" in rows.column_names:
-            raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")
-        rows = rows.rename_column(column, "labels")
-    feature = rows.features["labels"]
-    if isinstance(feature, ClassLabel):
-        return _aligned(rows, feature.names, ids)
-    if getattr(feature, "dtype", None) not in ("string", "large_string"):
-        return rows
-    names, said = [name for name, _ in sorted(ids.items(), key=lambda item: item[1])], set(rows["labels"][:])
-    unnamed = [f"LABEL_{index}" for index in range(len(names))]  # as models call classes without names
-    if unknown := sorted(said - set(names if said - set(unnamed) else unnamed)):
-        raise ValueError(
-            f"The labels {unknown[:5]} are not among those of the model and the training rows, {names[:20]}. Expected "
-            "some of these. Correct the labels."
-        )
-    return rows.cast_column("labels", ClassLabel(names=names if said - set(unnamed) else unnamed))
-
-
-def _aligned(rows: Dataset, names: Sequence[str], ids: Mapping[str, int]) -> Dataset:
-    """Return rows whose `labels` are the numbers that a model gives to the names of their classes."""
-    known, given = {name.lower(): index for name, index in ids.items()}, [name.lower() for name in names]
-    numbers = [known.get(name) for name in given]
-    if numbers == list(range(len(names))) or all(name.startswith("label_") for name in known):
-        return rows
-    in_order = sorted(ids, key=lambda name: ids[name])
-    one_each = sorted(known.values()) == list(range(len(ids))) and len({*given}) == len(given)
-    used = {numbers[label] for label in rows.unique("labels") if label is not None and label >= 0}
-    if None not in used and one_each:
-        labels = [numbers[label] if label is not None and label >= 0 else label for label in rows["labels"]]
-        return with_column(rows.remove_columns(["labels"]), "labels", labels, feature=ClassLabel(names=in_order))
-    logger.warning(
-        "The classes of the rows are %s, and those of the model %s. Expected the same names: the numbers of the "
-        "labels are taken as they are.",
-        list(names)[:20],
-        in_order[:20],
-    )
-    return rows
-
-
-def _without(rows: Dataset, column: str) -> Dataset:
-    """Take labels away that the model's own predictions stand for."""
-    return rows.remove_columns([name for name in {column, *LABELS} if name in rows.column_names])
-
-
-_BUILDERS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow",
-}  # fmt: skip
-
-
-def training_rows(data: DataArguments, limit: int | None) -> Dataset:
-    """Load the rows that the model was trained on, which are named. Raises as [`load_rows`], whose `limit` this is."""
-    assert data.dataset_name is not None  # commands refuse arguments without it
-    return load_rows(data.dataset_name, data.dataset_config_name, data.train_split, ("train",), limit)
-
-
-def load_rows(
-    name: str,
-    config_name: str | None,
-    split: str | None,
-    preferred: tuple[str, ...],
-    limit: int | None,
-    held_out: bool = False,
-) -> Dataset:
-    """Load one split.
-
-    Args:
-        name: a dataset on the Hub, a directory of `save_to_disk`, a data file, or a directory of data files.
-        config_name: configuration of a dataset on the Hub.
-        split: name of the split. By default the only one, or the first of `preferred` that exists.
-        preferred: names of splits.
-        limit: number of rows to take, evenly spaced. By default all.
-        held_out: refuse rows that are the training rows, unless their split is named.
-
-    Raises:
-        FileNotFoundError: the name is a path that does not exist.
-        ValueError: there are no other rows than the training rows; the split does not exist, or is not given and
-            cannot be chosen; a file is damaged or of an unknown kind; or there are no rows.
-    """
-    path = Path(name)
-    if path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        splits = load_saved_dataset(name)
-    elif path.is_file():
-        if path.suffix not in _BUILDERS:
-            raise ValueError(f"The data file {name!r} ends in {path.suffix!r}. Expected one of {list(_BUILDERS)}.")
-        splits = load_dataset(_BUILDERS[path.suffix], data_files=name)
-    else:
-        check_exists(path, name, "dataset", tuple(_BUILDERS))
-        splits = load_dataset(name, config_name)
-    if held_out and split is None and (isinstance(splits, Dataset) or not set(preferred) & set(splits)):
-        there = "no splits" if isinstance(splits, Dataset) else f"the splits {list(splits)}"
-        raise ValueError(
-            f"No targets are given, and {name!r} has {there}: the training rows would be scored against themselves. "
-            "Expected rows to explain. Name them with `--eval_dataset`, or their split with `--eval_split`."
-        )
-    if isinstance(splits, Dataset):
-        if split is not None:
-            raise ValueError(f"`split` is {split!r}, but {name!r} has no splits. Leave the split out.")
-        rows = splits
-    else:
-        rows = splits[_split(name, splits, split, preferred)]
-    if len(rows) == 0:
-        raise ValueError(f"{name!r} has no rows. Expected at least one. Name another dataset or split.")
-    return evenly_spaced(rows, limit)
-
-
-def _split(name: str, splits: DatasetDict, split: str | None, preferred: tuple[str, ...]) -> str:
-    if split is None:
-        split = next(iter(splits)) if len(splits) == 1 else next((s for s in preferred if s in splits), None)
-    if split is None or split not in splits:
-        raise ValueError(
-            f"{name!r} has the splits {list(splits)}"
-            + (f", not {split!r}. Choose one of them." if split else f", none of {list(preferred)}. Choose one.")
-        )
-    return split

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> None:
     )
     train = None
     if args.train_dataset is not None:
-        from hf_trak.cli.preparation import load_rows  # slow to import
+        from hf_trak.cli.stored_rows import load_rows  # slow to import
 
         train = load_rows(args.train_dataset, None, args.train_split, ("train",), None)
     found = AttributionRun.load(args.run, train)

@@ -12,8 +12,8 @@ from datasets import Dataset, Features
 from hf_trak.attributor import TrakAttributor
 from hf_trak.cli.build import Built, build, build_from_index, quiet
 from hf_trak.cli.parser import DataArguments, ModelArguments, OutputArguments, answer, option, parse_yaml_and_args
-from hf_trak.cli.preparation import training_rows
 from hf_trak.cli.record import RECORD, is_copy, remembered
+from hf_trak.cli.stored_rows import training_rows
 from hf_trak.config import TrakConfig
 from hf_trak.errors import HubAccessError
 from hf_trak.featurize.reranking import row_source

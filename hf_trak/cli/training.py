@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
+from hf_trak.cli.named_models import load_model
 from hf_trak.cli.parser import ModelArguments
-from hf_trak.cli.preparation import load_model
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.trajectory.hyperparameters import hyperparameters
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 
-from hf_trak.cli.preparation import evenly_spaced
+from hf_trak.cli.stored_rows import evenly_spaced
 from hf_trak.hub.safe_loading import load_dataset, load_saved_dataset
 from hf_trak.runtime.checks import checked_int
 

@@ -19,8 +19,8 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from hf_trak.cli.class_labels import _aligned
 from hf_trak.cli.main import main
-from hf_trak.cli.preparation import _aligned
 from hf_trak.data.columns import text_columns
 from hf_trak.store.sealed import read_sealed
 

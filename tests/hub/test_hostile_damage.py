@@ -11,7 +11,9 @@ from hub_server import Hub, client, hub
 from safetensors.torch import save_file
 from test_hostile_repos import edit, marker, model, modules
 
-from hf_trak.cli.preparation import _as_rgb, _chat_tokens, load_model, load_rows
+from hf_trak.cli.named_models import load_model
+from hf_trak.cli.preparation import _as_rgb, _chat_tokens
+from hf_trak.cli.stored_rows import load_rows
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.models import load_model as load_index_model
 from hf_trak.hub.safe_loading import load_tokenizer

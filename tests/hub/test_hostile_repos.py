@@ -19,7 +19,8 @@ from test_hub_hostile import Bomb
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizer
 
 from hf_trak.cli.main import main
-from hf_trak.cli.preparation import load_model, load_rows
+from hf_trak.cli.named_models import load_model
+from hf_trak.cli.stored_rows import load_rows
 from hf_trak.hub import safe_loading
 from hf_trak.hub.models import load_model as load_index_model
 from hf_trak.hub.safe_loading import (

@@ -13,7 +13,7 @@ from quality_bench.case import Case
 from quality_bench.scored import DEFAULT, Scored, all_scored, judging_targets
 
 FRACTION = 0.05
-SUBSET_SEED = round(1000 * FRACTION)
+"""Share of the rows that the tables remove."""
 TARGETS = 8
 DRAWS = 30
 """Random removals, which are subsets that the bank has trained on."""
@@ -28,8 +28,11 @@ CONTROLS = ("baselines: BM25", "baselines: embedding cosine", "baselines: gradie
 """Similarities that know nothing of the training, or little."""
 
 
-def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
-    """Retrain without the first rows of every method's default scores, for some targets each."""
+def remove(case: Case, work: Path, fraction: float = FRACTION, job: int = 0, jobs: int = 1) -> RemovalResult | None:
+    """Retrain without the first rows of every method's default scores, for some targets each.
+
+    The result is None as long as another job still trains, and without any scores.
+    """
     bank = open_bank(case, work)
     by_name = {scored.name: scored for scored in all_scored(work) if scored.error is None}
     chosen = {
@@ -40,11 +43,13 @@ def remove(case: Case, work: Path, job: int = 0, jobs: int = 1) -> None:
         chosen |= {f"{CODED[0]} ({name})": variants[name] for name in CODED[1] if name in variants}
     controls = {name: _default(by_name[name]) for name in CONTROLS if name in by_name}
     if not chosen:
-        return
+        return None
     targets = judging_targets(bank.n_targets)[: case.options.get("removal_targets", TARGETS)]
     # the seed of the random removals is that of the bank's part, whose trainings then serve again
-    plan = removal_plan(chosen, (FRACTION,), controls=controls, targets=targets, random_draws=DRAWS, seed=SUBSET_SEED)
+    seed = round(1000 * fraction)
+    plan = removal_plan(chosen, (fraction,), controls=controls, targets=targets, random_draws=DRAWS, seed=seed)
     train_on(plan, "removal", case, bank, job, jobs)
+    return removal_result(bank, fraction)
 
 
 def train_on(plan: RemovalPlan, kind: str, case: Case, bank: Bank, job: int, jobs: int) -> str:
@@ -77,10 +82,10 @@ def reusing(bank: Bank, retrain: Retrain, protocol: dict[str, object]) -> Retrai
     return training
 
 
-def removal_result(bank: Bank) -> RemovalResult | None:
-    """Effects of the removals of the part with the most methods, if there is a complete one."""
+def removal_result(bank: Bank, fraction: float = FRACTION) -> RemovalResult | None:
+    """Effects of removing so many rows, of the part with the most methods, if there is a complete one."""
     parts = [bank.description(name) | {"name": name} for name in bank.parts if bank.is_complete(name)]
-    removals = [part for part in parts if part["removal"] is not None]
+    removals = [part for part in parts if (part["removal"] or {}).get("fractions") == [fraction]]
     if not removals:
         return None
     largest = bank.part(max(removals, key=lambda part: (len(part["removal"]["methods"]), part["subsets"]))["name"])
