@@ -439,7 +439,9 @@ class Bank:
         outputs, seeds = files.read_outputs(shape, part["masks"])
         return BankPart(name, masks, outputs, seeds, part["protocol"], part["repeat_of"], part["removal"])
 
-    def reliability(self, name: str, resamples: int = 1000) -> dict[str, Reliability]:
+    def reliability(
+        self, name: str, resamples: int = 1000, targets: Sequence[int] | None = None
+    ) -> dict[str, Reliability]:
         """Measure how well repeats of a part agree, and with it the highest score that any method could reach.
 
         Args:
@@ -447,6 +449,8 @@ class Bank:
                 Name of the part.
             resamples (`int`, *optional*, defaults to 1000):
                 Bootstrap samples.
+            targets (`Sequence[int]`, *optional*):
+                Numbers of the targets. By default all.
 
         Returns:
             `dict[str, Reliability]`: by the name of the part that repeats it, or its own name if it has several
@@ -459,12 +463,13 @@ class Bank:
             ImportError: scipy is not installed.
         """
         part = self.part(name)
-        found = {name: measure_reliability(part.outputs, resamples)} if len(part.outputs) > 1 else {}
+        columns = list(range(self.n_targets) if targets is None else targets)
+        found = {name: measure_reliability(part.outputs[:, :, columns], resamples)} if len(part.outputs) > 1 else {}
         for other in self.parts:
             if self.description(other)["repeat_of"] == name and self.is_complete(other):
                 repeat = self.part(other)
                 both = np.concatenate([part.outputs[:, : len(repeat.masks)], repeat.outputs])
-                found[other] = measure_reliability(both, resamples)
+                found[other] = measure_reliability(both[:, :, columns], resamples)
         return found
 
 
@@ -582,7 +587,7 @@ def evaluate_bank(
     found: list[BankScore] = []
     for name in judged_parts(bank) if parts is None else parts:
         part = bank.part(name)
-        kinds = bank.reliability(name, resamples)
+        kinds = bank.reliability(name, resamples, columns)
         ceilings = {other: kind.ceiling if other == name else kind.ceiling_of_one for other, kind in kinds.items()}
         first: tuple[float, np.ndarray] | None = None
         for method, values in checked.items():

@@ -355,12 +355,12 @@ def top_k_precision(
     tau = tau[chosen]
     n = len(tau)
     sizes = checked_numbers(k, "k", 1, n - 1, f" for {n} rows")
-    shares = {size: (_membership(tau, size) * _membership(effects, size)).sum(axis=0) / size for size in sizes}
+    shares = {size: (membership(tau, size) * membership(effects, size)).sum(axis=0) / size for size in sizes}
     means = {size: mean_interval(values, resamples, seed) for size, values in shares.items()}
     return TopKPrecision(per_target=shares, mean=means, chance={size: size / n for size in shares}, rows=n)
 
 
-def _membership(values: np.ndarray, k: int) -> np.ndarray:
+def membership(values: np.ndarray, k: int) -> np.ndarray:
     """Compute the probability of each row to be among the first k of its column, ties in random order, `(n, m)`."""
     cut = -np.partition(-values, k - 1, axis=0)[k - 1]
     above, tied = values > cut, values == cut

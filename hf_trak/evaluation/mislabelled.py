@@ -21,6 +21,7 @@ from hf_trak.evaluation.intervals import (
     checked_finite,
     quantile_interval,
 )
+from hf_trak.evaluation.lds import membership
 from hf_trak.runtime.checks import required
 from hf_trak.runtime.progress import with_column
 
@@ -36,7 +37,7 @@ class MislabelledResult(Result):
         average_precision (`float`):
             Area under the curve of precision over recall; for a random ranking about the share of mislabelled rows.
         precision_at (`dict[int, float]`):
-            By k, the share of mislabelled rows among the first k.
+            By k, the expected share of mislabelled rows among the first k, rows of equal scores in random order.
         mislabelled (`int`):
             Number of mislabelled rows.
         rows (`int`):
@@ -102,11 +103,10 @@ def mislabel_detection(
     for _ in range(resamples):
         rows = np.concatenate([rng.choice(part, len(part)) for part in (positive, negative)])
         found.append(metrics.roc_auc_score(wrong[rows], values[rows]))
-    ranked = wrong[np.argsort(-values, kind="stable")]
     return MislabelledResult(
         auc=quantile_interval(metrics.roc_auc_score(wrong, values), np.array(found)),
         average_precision=float(metrics.average_precision_score(wrong, values)),
-        precision_at={k: float(ranked[:k].mean()) for k in chosen},
+        precision_at={k: float(membership(values[:, None], k)[wrong].sum()) / k for k in chosen},
         mislabelled=int(wrong.sum()),
         rows=len(values),
     )

@@ -10,6 +10,7 @@ from right ones badly, and rows are to be looked at instead of relabelled.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,13 +23,14 @@ from numpy.typing import ArrayLike
 
 from hf_trak.data.columns import LABELS, is_text
 from hf_trak.data.rows import RowBatches
-from hf_trak.evaluation.intervals import Interval, Result, mean_interval
+from hf_trak.evaluation.intervals import ENDS, Interval, Result, scipy_stats
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.choosing import MINUTE, seconds_of
 from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
+from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import duration, with_column
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
@@ -410,11 +412,12 @@ class Retrains(Protocol):
 
 @dataclass(frozen=True)
 class RemovalProof(Result):
-    """What a training without some rows did, beside one without as many random rows.
+    """What a training without some rows did, beside trainings without as many random rows.
 
     Attributes:
         removed (`int`): how many rows each left out.
-        gain (`Interval`): mean over the targets of the outputs without these rows minus those without random ones.
+        gain (`Interval`): mean over the targets of the outputs without these rows minus those without random ones. A
+            training without random rows has a mean outside of the interval around theirs in 5 % of cases.
         better (`float`): share of the targets whose output is higher without these rows.
     """
 
@@ -431,8 +434,12 @@ class RemovalProof(Result):
         )
 
 
-def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> RemovalProof:
-    """Train once without some rows and once without as many random others, and compare the outputs of the targets.
+def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: int = 5) -> RemovalProof:
+    """Train once without some rows, and some times without as many random others, and compare outputs of the targets.
+
+    Trainings without random rows differ, too: by rows, and by chaos, which moves all targets at once. With mean r̄ and
+    standard deviation s of the targets' mean output over d draws of them, the interval of the gain x − r̄ has the half
+    width t s √(1 + 1/d), for the quantile t of Student's distribution with d − 1 degrees of freedom.
 
     Args:
         rows (`ArrayLike` of shape `(r,)`):
@@ -441,29 +448,35 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> Remov
             The training; `drop="mask"` keeps order and batches, so that the rows alone differ.
         seed (`int`, *optional*, defaults to 0):
             Seed of the trainings and of the random rows.
+        draws (`int`, *optional*, defaults to 5):
+            Trainings without random rows, at least 2. With few of them the interval is wide.
 
     Returns:
         [`RemovalProof`].
 
     Raises:
-        ValueError: there are no rows, or too many for as many random others.
+        ValueError: there are no rows, too many for as many random others, or too few draws.
         ImportError: scipy is not installed.
     """
+    quantile = scipy_stats().t.ppf(ENDS[1], checked_int(draws, "draws", 2, type_error=ValueError) - 1)
     chosen = np.unique(np.asarray(rows, dtype=np.int64))
-    _, without, control = outputs_without(chosen, retraining, seed)
-    gains = without - control
-    return RemovalProof(len(chosen), mean_interval(gains, seed=seed), float((gains > 0).mean()))
+    _, without, controls = outputs_without(chosen, retraining, seed, draws)
+    gains, width = without - controls.mean(0), quantile * controls.mean(1).std(ddof=1) * math.sqrt(1 + 1 / draws)
+    gain = float(gains.mean())
+    return RemovalProof(len(chosen), Interval(gain, gain - width, gain + width), float((gains > 0).mean()))
 
 
-def outputs_without(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Train once without some rows and once without as many random others.
+def outputs_without(
+    rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Train once without some rows, and some times without as many random others.
 
     Args:
-        rows, retraining, seed: as of [`prove_removal`].
+        rows, retraining, seed, draws: as of [`prove_removal`].
 
     Returns:
-        The numbers of the random rows, ascending, and the outputs of the targets without `rows` and without these,
-        `(m,)` each.
+        The numbers of the random rows, `(draws, r)`, ascending, and the outputs of the targets without `rows`, `(m,)`,
+        and without these, `(draws, m)`.
 
     Raises:
         ValueError: there are no rows, or too many for as many random others.
@@ -475,6 +488,7 @@ def outputs_without(rows: ArrayLike, retraining: Retrains, seed: int = 0) -> tup
             f"`rows` has {len(chosen)} of {n} rows. Expected at least one, and more rows left than taken, so that as "
             "many random others can be left out."
         )
-    random = np.random.Generator(np.random.Philox(seed)).choice(others, len(chosen), replace=False)
-    without, control = (retraining(np.setdiff1d(np.arange(n), part), seed) for part in (chosen, random))
-    return np.sort(random), np.asarray(without), np.asarray(control)
+    generator = np.random.Generator(np.random.Philox(seed))
+    random = [np.sort(generator.choice(others, len(chosen), replace=False)) for _ in range(draws)]
+    without, *controls = (retraining(np.setdiff1d(np.arange(n), part), seed) for part in (chosen, *random))
+    return np.stack(random), np.asarray(without), np.stack(controls)

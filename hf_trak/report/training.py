@@ -104,7 +104,8 @@ class LossProof(Result):
         measured (`Interval`): the same change, measured, with its interval over the validation rows.
         predicted_random (`float`): predicted change without the random rows.
         measured_random (`Interval`): measured change without them.
-        difference (`Interval`): measured change without the harmful rows minus that without the random ones.
+        difference (`Interval`): measured change without the harmful rows minus that without the random ones. The
+            intervals tell these models apart, and leave out that other random rows make another model.
     """
 
     removed: int
@@ -408,7 +409,7 @@ def effects_of_training(
     retraining = TrainerRetraining(
         make_trainer, rows, eval_dataset, task, features.data_collator, _batch_size(features), drop="mask"
     )
-    random, without, control = outputs_without(harmful_rows, retraining, features.args.seed)
+    (random,), without, (control,) = outputs_without(harmful_rows, retraining, features.args.seed)
     changed, changed_random = -without / scale - losses, -control / scale - losses
     proof = LossProof(
         removed=len(harmful_rows),

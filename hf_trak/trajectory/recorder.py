@@ -66,6 +66,7 @@ class RunRecorder:
         layout = ParameterLayout.from_model(model)
         description = describe_run(model, args, optimizer, loader, layout)
         self._model, self._layout, self._optimizer = model, layout, optimizer
+        self._inner, self._groups = getattr(optimizer, "optimizer", optimizer), description["groups"]
         self._main, self._world = state.is_world_process_zero, args.world_size
         self._load_best = args.load_best_model_at_end
         self._place = self._skipped = 0
@@ -164,12 +165,34 @@ class RunRecorder:
         self._batches.append((rows, *one))
 
     def before_update(self) -> None:
-        """Note the learning rates and the norm of the gradient of the optimizer's next step."""
+        """Note the learning rates and the norm of the gradient of the optimizer's next step.
+
+        Raises:
+            HfTrakError: other numbers of the optimizer, or the parameters that are trained, have changed.
+        """
+        self._check_unchanged()
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
         norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])
         self._numbers = rates, norms.sum().sqrt()
+
+    def _check_unchanged(self) -> None:
+        _, groups = optimizer_groups(self._inner)
+        for before, now in zip(self._groups, groups, strict=True):
+            for name, value in now.items():
+                if value != before[name]:
+                    raise HfTrakError(
+                        f"`{name}` of the optimizer was {before[name]:g} and is {value:g} now. Expected nothing but "
+                        "learning rates to change in a recorded training (`OneCycleLR` has `cycle_momentum=False`). "
+                        f"{_LEAVE_OUT}"
+                    )
+        trained = {name for name, one in self._model.named_parameters() if one.requires_grad}
+        if changed := sorted(trained ^ set(self._layout.names)):
+            raise HfTrakError(
+                f"The training has frozen or released {changed[0]!r}, with {len(changed) - 1} others. Expected the "
+                f"same parameters to be trained in every step. {_LEAVE_OUT}"
+            )
 
     def step_done(self, step: int, last: bool) -> None:
         """Note a step, and write the state where one is due.

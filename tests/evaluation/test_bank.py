@@ -194,6 +194,22 @@ def test_scores_of_methods_are_compared_on_the_same_resamples(tmp_path: Path) ->
     np.testing.assert_array_equal(some.per_target, good.per_target[[1, 3]])
 
 
+def test_ceilings_are_those_of_the_targets_that_are_judged(tmp_path: Path) -> None:
+    """Of targets without noise it is 1, whatever the noise of the others."""
+
+    def first_without_noise(rows: np.ndarray, seed: int) -> np.ndarray:
+        noise = np.random.default_rng(seed).normal(size=M)
+        return sums(rows, 0) + np.where(np.arange(M) < 2, 0.0, 3.0) * noise
+
+    bank = small(tmp_path, first_without_noise, repeats=2)
+    scores = {"any": np.random.default_rng(0).normal(size=(N, M))}
+    ceilings = [
+        evaluate_bank(bank, scores, targets=targets, resamples=20)[0].ceilings["half"].value
+        for targets in ([0, 1], None, range(2, M))
+    ]
+    assert ceilings[0] == pytest.approx(1.0) and ceilings[0] > ceilings[1] > ceilings[2]
+
+
 def test_other_rows_targets_protocols_and_outputs_are_refused(tmp_path: Path) -> None:
     bank = Bank.create(tmp_path / "bank", digits(0, N), digits(40, 40 + M))
     bank.add_part("part", MASKS, protocol=training(drop="mask", seed=3).protocol)

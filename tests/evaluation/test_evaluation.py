@@ -284,6 +284,10 @@ def test_mislabelled_rows() -> None:
     assert some.auc.value == pytest.approx(pairs.mean())  # the probability that a wrong row stands above a right one
     assert some.auc.low < some.auc.value < some.auc.high
     assert 0.5 in mislabel_detection(noise, wrong, resamples=200).auc
+    for order in (np.argsort(~wrong), np.argsort(wrong)):  # equal scores say nothing, whichever rows come first
+        assert mislabel_detection(np.ones(60), wrong[order], ks=[6], resamples=20).precision_at[6] == pytest.approx(
+            0.2
+        )
 
 
 BAD: list[tuple[Any, str]] = [

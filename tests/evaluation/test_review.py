@@ -325,6 +325,28 @@ def test_a_proof_says_which_way_outputs_go(gain: float, said: str) -> None:
     assert "higher for 40% of the targets" in text
 
 
+def test_random_rows_are_proved_no_better_than_random_rows() -> None:
+    """Trainings whose outputs depend on rows, and on chance that all targets share, for 300 choices of rows."""
+    effects = np.random.default_rng(0).normal(size=(100, 12)) + np.random.default_rng(1).normal(size=(100, 1))
+
+    class Chaotic:
+        train_dataset = range(100)
+
+        def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
+            chance = np.random.default_rng(rows.tolist()).normal()
+            return effects[rows].sum(0) + chance
+
+    held = 0
+    for seed in range(300):
+        proof = prove_removal(np.random.default_rng(seed).choice(100, 10, replace=False), Chaotic(), seed)
+        held += 0.0 in proof.gain
+    assert 0.95 - held / 300 < 3 * (0.05 * 0.95 / 300) ** 0.5
+    worst = np.argsort(effects.sum(1))[:10]
+    assert prove_removal(worst, Chaotic()).gain.low > 0
+    with pytest.raises(ValueError, match="`draws` is 1"):
+        prove_removal(worst, Chaotic(), draws=1)
+
+
 def test_rows_to_leave_out_must_leave_others() -> None:
     class Never:
         train_dataset = range(10)

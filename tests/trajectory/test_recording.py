@@ -253,3 +253,28 @@ def test_unknown_optimizers_are_refused(tmp_path: Path) -> None:
 def test_every_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`every` is 0"):
         TrakCallback(record=True, every=0)
+
+
+class Changes(TrainerCallback):
+    """Changes something about the optimizer or the model after the first step."""
+
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.change(model, getattr(optimizer, "optimizer", optimizer).param_groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model, groups: groups[0].update(betas=(0.8, 0.999)), r"`beta1` .* was 0.9 and is 0.8 now"),
+        (lambda model, groups: groups[0].update(weight_decay=0.5), r"`decay` .* was 0.1 and is 0.5 now"),
+        (lambda model, groups: model.lm_head.requires_grad_(False), r"frozen or released 'transformer.wte.weight'"),
+    ],
+)
+def test_numbers_and_parameters_that_change_are_refused(tmp_path: Path, change: Any, said: str) -> None:
+    """A replay would take the first ones for all steps. Learning rates may change, and are recorded."""
+    run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True), Changes(change)])
+    with pytest.raises(HfTrakError, match=said):
+        run.train()
