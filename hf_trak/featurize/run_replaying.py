@@ -37,7 +37,7 @@ from hf_trak.store.shards import Identity
 from hf_trak.trajectory.dropout import dropout_of, taking_masks
 from hf_trak.trajectory.guards import warnings_of
 from hf_trak.trajectory.passes import StepPasses
-from hf_trak.trajectory.record import RECORD_FILE, RunRecord, trained_weights
+from hf_trak.trajectory.record import RECORD_FILE, RunRecord, is_known, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.share import PRODUCTS
 from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
@@ -137,7 +137,20 @@ class RunReplay:
                 "The record has no loss: the model returned none, since the trainer computed it from the outputs. "
                 "Expected the trainer, which has this loss. Make the attributor by `TrakAttributor.from_trainer`."
             )
+        elif isinstance(record, RunRecord) and self._counts_alone(path):
+            trained = TrainerLossModelOutput(self.model.trainer, own)
+            steps = with_own_loss(path.steps, trained, self._collated, processes, across)
+            if is_known(steps[0].batches[0].items):
+                path.steps, path.logged = steps, logged_losses(self.model.trainer)
         return path
+
+    def _counts_alone(self, path: RunPath) -> bool:
+        """Tell whether a trainer may count the labels of several passes without giving their number to the model.
+
+        That of TRL divides sums over tokens itself, and the loss that the model returned is the mean of one pass.
+        """
+        first = path.steps[0].batches
+        return self.model.trainer is not None and len(first) > 1 and not is_known(first[0].items)
 
     def summary(self, *, activations: bool = False) -> RunSummary:
         """Describe the run.

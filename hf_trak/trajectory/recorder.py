@@ -49,6 +49,8 @@ class RunRecorder:
         self._numbers: tuple[list[float], Tensor] | None = None
         self._hooks: list[Any] = []
         self._random: Tensor | None = None
+        self._lacking: set[str] | None = None
+        self._warned = False
 
     def begin(self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any) -> None:
         """Describe the run, write its first state, and begin to watch.
@@ -174,6 +176,15 @@ class RunRecorder:
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
+        lacking = {name for name in self._layout.names if own[name].grad is None}
+        if self._lacking is not None and (changed := sorted(lacking ^ self._lacking)) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%r has a gradient in some steps and none in others, where the optimizer leaves it and its moments "
+                "alone. Expected one in every step or in none: a replay takes it for zero.",
+                changed[0],
+            )
+        self._lacking = lacking
         norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])
         self._numbers = rates, norms.sum().sqrt()
 

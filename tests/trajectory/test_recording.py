@@ -278,3 +278,26 @@ def test_numbers_and_parameters_that_change_are_refused(tmp_path: Path, change: 
     run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True), Changes(change)])
     with pytest.raises(HfTrakError, match=said):
         run.train()
+
+
+class Sometimes(torch.nn.Module):
+    """A layer with another one before it, which is used in every second pass or never."""
+
+    def __init__(self, layer: torch.nn.Module, often: bool) -> None:
+        super().__init__()
+        self.layer, self.extra, self.often, self.passes = layer, torch.nn.Linear(8, 8).double(), often, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.layer(x + self.extra(x) if self.often and self.passes % 2 else x)
+
+
+@pytest.mark.parametrize("often", [True, False])
+def test_a_gradient_that_is_missing_in_some_steps_is_warned_of(tmp_path: Path, caplog: Any, often: bool) -> None:
+    """The optimizer skips the parameter there. One that never has a gradient is never moved."""
+    model = tiny()
+    model.transformer.h[0].mlp = Sometimes(model.transformer.h[0].mlp, often)
+    recorded(tmp_path, model, gradient_accumulation_steps=1)
+    said = [one.getMessage() for one in caplog.records if "in some steps and none in others" in one.getMessage()]
+    assert len(said) == often
+    assert not often or said[0].startswith("'transformer.h.0.mlp.extra.")
