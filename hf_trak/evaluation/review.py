@@ -435,7 +435,7 @@ class RemovalProof(Result):
 
 
 def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: int = 5) -> RemovalProof:
-    """Train once without some rows, and some times without as many random others, and compare outputs of the targets.
+    """Train once without some rows, and some times without as many random ones, and compare outputs of the targets.
 
     Trainings without random rows differ, too: by rows, and by chaos, which moves all targets at once. With mean r̄ and
     standard deviation s of the targets' mean output over d draws of them, the interval of the gain x − r̄ has the half
@@ -455,7 +455,7 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: i
         [`RemovalProof`].
 
     Raises:
-        ValueError: there are no rows, too many for as many random others, or too few draws.
+        ValueError: there are no rows, too many, or too few draws.
         ImportError: scipy is not installed.
     """
     quantile = scipy_stats().t.ppf(ENDS[1], checked_int(draws, "draws", 2, type_error=ValueError) - 1)
@@ -469,7 +469,7 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: i
 def outputs_without(
     rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Train once without some rows, and some times without as many random others.
+    """Train once without some rows, and some times without as many random ones.
 
     Args:
         rows, retraining, seed, draws: as of [`prove_removal`].
@@ -479,16 +479,15 @@ def outputs_without(
         and without these, `(draws, m)`.
 
     Raises:
-        ValueError: there are no rows, or too many for as many random others.
+        ValueError: there are no rows, or too many.
     """
     n, chosen = len(retraining.train_dataset), np.unique(np.asarray(rows, dtype=np.int64))
-    others = np.setdiff1d(np.arange(n), chosen)
-    if not 0 < len(chosen) < len(others) or chosen[0] < 0 or chosen[-1] >= n:
+    if not 0 < 2 * len(chosen) < n or chosen[0] < 0 or chosen[-1] >= n:
         raise ValueError(
-            f"`rows` has {len(chosen)} of {n} rows. Expected at least one, and more rows left than taken, so that as "
-            "many random others can be left out."
+            f"`rows` has {len(chosen)} of {n} rows. Expected at least one, and more rows left than taken. "
+            "Leave out fewer."
         )
     generator = np.random.Generator(np.random.Philox(seed))
-    random = [np.sort(generator.choice(others, len(chosen), replace=False)) for _ in range(draws)]
+    random = [np.sort(generator.choice(n, len(chosen), replace=False)) for _ in range(draws)]
     without, *controls = (retraining(np.setdiff1d(np.arange(n), part), seed) for part in (chosen, *random))
     return np.stack(random), np.asarray(without), np.stack(controls)

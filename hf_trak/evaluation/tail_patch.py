@@ -228,13 +228,14 @@ def verify_rows(
     found = checked_rows(rows, "rows", n)
     if 2 * len(found) > n:
         raise ValueError(
-            f"`rows` has {len(found)} of the {n} training rows. Expected at most half of them, since as many other "
+            f"`rows` has {len(found)} of the {n} training rows. Expected at most half of them, since as many "
             "rows are drawn at random to compare with. Pass the first rows of the attribution alone."
         )
     draws = checked_int(draws, "draws", _LEAST_DRAWS, type_error=ValueError)
     rng = np.random.default_rng(seed)
     others = np.setdiff1d(np.arange(n), found)
-    sets = {f"random {number}": drawn(rng, others, len(found)) for number in range(draws)}
+    # From all rows: of the others alone, those that half of the rows leave would be the same set in every draw.
+    sets = {f"random {number}": drawn(rng, np.arange(n), len(found)) for number in range(draws)}
     candidates = drawn(rng, others, min(CANDIDATES, len(others)))
     if similar is not None and not isinstance(similar, str):
         sets["similar"] = checked_rows(similar, "similar", n)

@@ -275,7 +275,13 @@ def options(
     featurizing = -(-model.train_size * len(ids) // model.processes.num_processes)
     listed, steps = list[Option](), list[tuple[float, float] | None]()
     for method, quality, why in methods:
-        priced, seconds = price(model, method, m, ids), None
+        try:
+            priced, seconds = price(model, method, m, ids), None
+        except HfTrakError as error:
+            if isinstance(error, StoreError) or not isinstance(method, Replay):
+                raise
+            model.warn_once(f"`method='auto'` leaves {named(method)} alone: {error}")
+            continue
         if isinstance(method, Replay) and rate is not None and priced.passes > MEASURED * rate:
             steps = steps or [_measured_step(model, method, m, ids[-1])]  # of the first, for all
             seconds = None if steps[0] is None else RunReplay(model, method).seconds(m, steps[0])

@@ -40,7 +40,7 @@ from hf_trak.trajectory.passes import StepPasses
 from hf_trak.trajectory.record import RECORD_FILE, RunRecord, is_known, trained_weights
 from hf_trak.trajectory.saved_run import SavedRun, logged_losses
 from hf_trak.trajectory.share import PRODUCTS
-from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss
+from hf_trak.trajectory.states import HALF_STEP_DEVIATION, RunPath, with_own_loss, without_losses
 from hf_trak.trajectory.summary import RunSummary
 from hf_trak.trajectory.sweep import COPIES, TOGETHER, BackwardSweep, SweepOptions, gradient_passes
 from hf_trak.trajectory.swept_targets import SweepResult, SweptTargets
@@ -132,6 +132,8 @@ class RunReplay:
         if isinstance(own, TrainerLossModelOutput):
             path.steps = with_own_loss(path.steps, own, self._collated, processes, across)
             path.logged = logged_losses(self.model.trainer) if isinstance(record, RunRecord) else path.logged
+        elif isinstance(record, RunRecord) and kind_of(self.model.trainer) is not None:
+            path.steps, path.logged = without_losses(path.steps), logged_losses(self.model.trainer)
         elif not path.logged and isinstance(record, RunRecord):
             raise HfTrakError(
                 "The record has no loss: the model returned none, since the trainer computed it from the outputs. "

@@ -150,6 +150,11 @@ class RunPath:
         return self._known[step]
 
 
+def without_losses(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """Forget what the model returned in every step, of a trainer whose loss is of its outputs for pairs of rows."""
+    return [replace(step, batches=tuple(replace(one, loss=math.nan) for one in step.batches)) for step in steps]
+
+
 def with_own_loss(
     steps: Sequence[RecordedStep],
     task: TrainerLossModelOutput,

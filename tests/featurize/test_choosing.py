@@ -284,6 +284,17 @@ def test_auto_leaves_a_replay_alone_that_fails(tmp_path: Path, caplog, monkeypat
     assert "leaves Replay(of='run') alone: The derivatives are NaN." in caplog.text
 
 
+def test_auto_leaves_a_record_alone_whose_loss_nobody_knows(tmp_path: Path, caplog) -> None:
+    """The trainer computed it itself, and the attributor has the model alone."""
+    run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True)])
+    run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
+    run.train()
+    attributor = TrakAttributor(run.model, config(tmp_path, budget="best"), run.train_dataset, task="causal_lm")
+    attributor.featurize()
+    assert np.isfinite(scores_of(attributor, top_k=5)).all()
+    assert "leaves Replay(of='run') alone: The record has no loss" in caplog.text
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("draws", [2, 1])
 def test_what_auto_takes_of_random_rows(tmp_path: Path, draws: int, monkeypatch) -> None:
