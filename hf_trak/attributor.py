@@ -25,10 +25,10 @@ from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.retraining import ReplayCheck, check_by_retraining
 from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
-    class_column,
     doubted_labels,
     repeated_rows,
     review_table,
+    trained_classes,
     warn_of_price,
 )
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
@@ -785,7 +785,7 @@ class TrakAttributor:
         warn_of_price(features, chosen)
         effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
         doubted, false = doubted_labels(features, np.flatnonzero(effects < 0), eval_dataset, chosen)
-        label = class_column(rows)
+        label = trained_classes(self.features)
         repeated = repeated_rows(features.row_batches(rows, "train"), label)
         return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)
 
@@ -973,7 +973,7 @@ class TrakAttributor:
         """
         chosen = method_of_all_rows(method)
         if isinstance(chosen, Index):
-            return self.features.scorer.self_influence(self.features.chosen(None)[0])
+            return self.features.scorer_with(chosen.lambda_relative).self_influence(self.features.chosen(None)[0])
         if isinstance(chosen, Exact):
             return ExactScores(self.features, chosen).self_influence()
         _, question = self._asked(self.train_dataset, chosen)

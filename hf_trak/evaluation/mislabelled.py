@@ -22,8 +22,12 @@ from hf_trak.evaluation.intervals import (
     quantile_interval,
 )
 from hf_trak.evaluation.lds import membership
+from hf_trak.modelout_functions.tokens import IGNORED
 from hf_trak.runtime.checks import required
 from hf_trak.runtime.progress import with_column
+
+_REPLACED = "hf_trak_replaced"
+"""Name of the new labels as long as the old ones are there: without any column a dataset has no rows."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,18 @@ def with_wrong_labels(
         `tuple[datasets.Dataset, np.ndarray]`: the copy, and booleans of shape `(n,)` that are true for changed rows.
 
     Raises:
-        ValueError: the column does not exist or has only one label, or no row would be changed, or all would.
+        ValueError: the column does not exist, has no single label in every row, or only one label; or no row would be
+            changed, or all would.
     """
     if label_column not in dataset.column_names:
         raise ValueError(f"`label_column` is {label_column!r}. Expected one of {dataset.column_names}.")
     labels: list[Any] = list(dataset.with_format(None)[label_column])
+    odd = next((row for row, one in enumerate(labels) if one == IGNORED or not isinstance(one, int | str)), None)
+    if odd is not None:
+        raise ValueError(
+            f"Row {odd} has {labels[odd]!r:.80} in `{label_column}`. Expected one class in every row, a number or a "
+            "text. Leave out rows without a class."
+        )
     kinds = sorted(set(labels))
     count = round(fraction * len(labels))
     if len(kinds) < 2 or not 0 < count < len(labels):
@@ -149,7 +160,6 @@ def with_wrong_labels(
     for row in np.flatnonzero(changed):
         others = [kind for kind in kinds if kind != labels[row]]
         labels[row] = others[rng.integers(len(others))]
-    feature = dataset.features[label_column]
-    place = dataset.column_names
-    replaced = with_column(dataset.remove_columns([label_column]), label_column, labels, feature=feature)
-    return replaced.select_columns(place), changed
+    place, feature = dataset.column_names, dataset.features[label_column]
+    added = with_column(dataset, _REPLACED, labels, feature=feature).remove_columns([label_column])
+    return added.rename_column(_REPLACED, label_column).select_columns(place), changed

@@ -30,6 +30,7 @@ from hf_trak.evaluation.retraining_files import (
     create_described,
     subset_digest,
 )
+from hf_trak.identity.row_digest import fingerprint_dataset
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.processes import Processes
 from hf_trak.runtime.progress import log_on_interrupt
@@ -84,7 +85,8 @@ def retrain_on_subsets(
 
     Raises:
         ValueError: a mask is empty, a number is out of range, or `retrain` returned outputs of varying shapes.
-        ConfigMismatchError: the directory belongs to other rows, subsets, seeds or settings; shows both.
+        ConfigMismatchError: the directory belongs to other rows, subsets, seeds or settings, or to other training
+            rows, targets or another protocol of [`TrainerRetraining`]; shows both.
         NonFiniteError: an output is NaN or infinite.
         StoreError: a file is damaged, or cannot be written.
         PeerProcessError: another process failed or died.
@@ -93,7 +95,7 @@ def retrain_on_subsets(
     repeats = checked_int(repeats, "repeats", 1, type_error=ValueError)
     processes = Processes(use_cpu=not torch.accelerator.is_available()) if processes is None else processes
     directory = Path(output_dir)
-    config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {})}
+    config = {"rows": member.shape[1], "seed": seed, "settings": dict(settings or {}), "training": _described(retrain)}
     processes.broadcast_from_main(lambda: create_described(directory / CONFIG, config, "set of retrainings"))
     files = RetrainingFiles.load(directory)
     wanted = all_trainings(len(member), repeats)
@@ -114,6 +116,13 @@ def retrain_on_subsets(
     lists = fixed_size_list(member[subsets]), fixed_size_list(outputs.reshape(-1, m).copy())
     columns = (subsets, numbers, seeds.ravel().copy(), *lists)
     return Dataset(InMemoryTable(pa.table(dict(zip(COLUMNS, columns, strict=True)))))
+
+
+def _described(retrain: Retrain) -> dict[str, Any]:
+    """Describe what a [`TrainerRetraining`] trains on and answers for; of other functions nothing is known."""
+    datasets = {name: getattr(retrain, name, None) for name in ("train_dataset", "eval_dataset")}
+    known = {name: fingerprint_dataset(rows) for name, rows in datasets.items() if rows is not None}
+    return {**known, "protocol": getattr(retrain, "protocol", None)}
 
 
 def train_missing(

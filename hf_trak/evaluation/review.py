@@ -30,6 +30,8 @@ from hf_trak.featurize.exact import ExactScores
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
+from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import duration, with_column
 from hf_trak.scores.groups import RowGroups
@@ -181,6 +183,19 @@ def class_column(rows: Dataset) -> str | None:
     return next((name for name in LABELS if name in rows.features and _is_class(rows.features[name])), None)
 
 
+def trained_classes(features: FeaturizedModel) -> str | None:
+    """Name the column with one class per training row that the model learned, if there is one.
+
+    Scores of a regression and the place of an answer among several are numbers, too, but rows like a row do not share
+    them; a language model does not see a label beside its tokens.
+    """
+    task = getattr(features.task, "of_task", None) or features.task
+    several = type(features.model).__name__.endswith("ForMultipleChoice")
+    if several or isinstance(task, RegressionModelOutput | AggregatedModelOutput):
+        return None
+    return class_column(features.train_dataset)
+
+
 def _is_class(feature: Any) -> bool:
     if isinstance(feature, ClassLabel):
         return True
@@ -241,7 +256,7 @@ def doubting_seconds(features: FeaturizedModel, method: Exact, rows: int, fit: b
         rows: number of rows whose labels are looked at.
         fit: whether to count a curvature that is not fitted yet.
     """
-    if class_column(features.train_dataset) is None:
+    if trained_classes(features) is None:
         return 0.0
     return seconds_of(features, method, rows + _CONTROLS, features.store.model_ids or [0], fit) or 0.0
 
@@ -288,7 +303,7 @@ def doubted_labels(
         All that exact scores raise.
     """
     train = features.train_dataset
-    column = class_column(train)
+    column = trained_classes(features)
     if column is None or not len(rows):
         return {}, 0.0
     labels = RowGroups.of(train, column)
@@ -341,8 +356,8 @@ def fixed_dataset(table: Dataset) -> Dataset:
         and with their format or transform, which a table that was read from a file has lost.
 
     Raises:
-        ValueError: there is no column of actions or of row numbers, an action is unknown, or a row to relabel has no
-            label.
+        ValueError: there is no column of actions or of row numbers, a row is there twice, an action is unknown, or a
+            row to relabel has no label.
     """
     numbers, actions = _numbers_and_actions(table)
     carrier, table = table.format["format_kwargs"].get("transform"), table.with_format(None)
@@ -380,10 +395,16 @@ def _numbers_and_actions(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
             "table with all of its columns."
         )
     plain = table.with_format(None)
-    actions = np.array(plain[ACTION], dtype=object)
+    numbers, actions = np.array(plain[INDEX], dtype=np.int64), np.array(plain[ACTION], dtype=object)
+    found, times = np.unique(numbers, return_counts=True)
+    if twice := found[times > 1].tolist():
+        raise ValueError(
+            f"`{INDEX}` has the row {twice[0]} {times.max()} times. Expected each training row once, or not at all. "
+            "Put parts of a table together without those that they share."
+        )
     if unknown := sorted({str(one) for one in actions} - set(ACTIONS)):
         raise ValueError(f"`{ACTION}` has {unknown[0]!r}. Expected one of {ACTIONS} in every row.")
-    return np.array(plain[INDEX], dtype=np.int64), actions
+    return numbers, actions
 
 
 def changed_rows(table: Dataset) -> np.ndarray:
@@ -396,7 +417,7 @@ def changed_rows(table: Dataset) -> np.ndarray:
             The table, in any order, or a part of it.
 
     Raises:
-        ValueError: there is no column of actions or of row numbers, or an action is unknown.
+        ValueError: there is no column of actions or of row numbers, a row is there twice, or an action is unknown.
     """
     numbers, actions = _numbers_and_actions(table)
     return np.sort(numbers[np.isin(actions, ("relabel", "remove"))])

@@ -23,11 +23,11 @@ from hf_trak.data.rows import batch_rows
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
-    class_column,
     doubted_labels,
     doubting_seconds,
     outputs_without,
     repeated_rows,
+    trained_classes,
     without_effect,
 )
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
@@ -377,7 +377,7 @@ def effects_of_training(
         changes = RunReplay(features, chosen).sensitivities(question)
         settings = {name: -change / scale for name, (change, _) in changes.items() if change}
     effects = -scores / scale / (len(rows) if isinstance(chosen, Exact) else 1)
-    column = class_column(rows)
+    column = trained_classes(features)
     labels = None if column is None else RowGroups.of(rows, column)
     kind = None if column is None else rows.features[column]
     harmful = np.sort(np.argsort(-effects, kind="stable")[: min(MOST_DOUBTED, int((effects > 0).sum()))])

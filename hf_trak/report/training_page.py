@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.evaluation.intervals import Interval
-from hf_trak.evaluation.review import class_column
+from hf_trak.evaluation.review import trained_classes
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.methods import Method
 from hf_trak.report.content import Columns, content_of, stored, visible
@@ -173,7 +173,7 @@ class _Rows:
         shown = [*set(self._columns.texts) - {SOURCE}, self._columns.image, self._columns.sound]
         self._decoded = not any(shown)
         self._room = SoundRoom()
-        self._label = class_column(features.train_dataset)
+        self._label = trained_classes(features)
 
     def view(self, index: int) -> RowView:
         """Make the view of a row. Rows of tokens alone are decoded."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,27 @@ def test_other_retrainings_are_refused(tmp_path: Path, change: dict, message: st
     retrain_on_subsets(retrain=noisy_sum, output_dir=tmp_path, **given)
     with pytest.raises(ConfigMismatchError, match=message):
         retrain_on_subsets(retrain=noisy_sum, output_dir=tmp_path, **{**given, **change})
+
+
+def test_outputs_of_other_targets_and_trainings_are_refused(tmp_path: Path) -> None:
+    """The directory of a `TrainerRetraining` answers for its own rows, targets and protocol alone."""
+
+    class Fake:
+        train_dataset, eval_dataset, protocol = digits(0, N), digits(40, 42), {"drop": "rows"}
+
+        def __init__(self, **changes: Any) -> None:
+            vars(self).update(changes)
+
+        def __call__(self, rows: np.ndarray, seed: int) -> np.ndarray:
+            return noisy_sum(rows, seed)
+
+    masks = random_subsets(N, 3)
+    retrain_on_subsets(masks, Fake(), tmp_path)
+    assert len(retrain_on_subsets(masks, Fake(), tmp_path)) == 3
+    changes = ({"train_dataset": digits(1, N + 1)}, {"eval_dataset": digits(41, 43)}, {"protocol": {"drop": "mask"}})
+    for change in changes:
+        with pytest.raises(ConfigMismatchError, match=next(iter(change))):
+            retrain_on_subsets(masks, Fake(**change), tmp_path)
 
 
 def test_bad_trainings_are_named(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import ClassLabel, Dataset, Features, List, Value, concatenate_datasets
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -23,7 +24,14 @@ from hf_trak.evaluation.review import (
     class_column,
     repeated_rows,
     review_table,
+    trained_classes,
     wrong_labels,
+)
+from hf_trak.modelout_functions import (
+    CausalLMModelOutput,
+    RegressionModelOutput,
+    RowLossModelOutput,
+    TextClassificationModelOutput,
 )
 from hf_trak.report import training_report
 
@@ -357,6 +365,29 @@ def test_rows_to_leave_out_must_leave_others() -> None:
     for rows in ([], range(6), [10], [-1]):
         with pytest.raises(ValueError, match="Expected at least one"):
             prove_removal(list(rows), Never())
+
+
+def test_a_row_that_is_in_a_table_twice_is_refused() -> None:
+    """As where two edited parts are put together: it would be trained on twice."""
+    table = review_table(Dataset.from_dict({"labels": [0, 1, 0]}), [0.1, -1.0, 0.2], "labels", {1: 0})
+    for apply in (fixed_dataset, changed_rows):
+        with pytest.raises(ValueError, match="has the row 1 2 times"):
+            apply(concatenate_datasets([table, table.select([1])]))
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "column"),
+    [
+        (TextClassificationModelOutput(), "BertForSequenceClassification", "labels"),
+        (RegressionModelOutput(), "BertForSequenceClassification", None),
+        (CausalLMModelOutput(), "GPT2LMHeadModel", None),
+        (RowLossModelOutput(lambda outputs, batch: outputs), "BertForMultipleChoice", None),
+    ],
+)
+def test_numbers_that_are_no_classes(task: Any, model: str, column: str | None) -> None:
+    rows = Dataset.from_dict({"labels": [0, 3, 1]})
+    features = SimpleNamespace(task=task, model=type(model, (), {})(), train_dataset=rows)
+    assert trained_classes(features) == column
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string"])  # as a table and as pandas has texts

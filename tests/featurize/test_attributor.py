@@ -20,7 +20,7 @@ from trak_options import relative_ridge, trak_config
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from hf_trak import TrakAttributor, TrakConfig
+from hf_trak import Index, TrakAttributor, TrakConfig
 from hf_trak.errors import (
     CheckpointMismatchError,
     ConfigMismatchError,
@@ -318,6 +318,9 @@ def test_self_influence_is_the_diagonal(trained: Any, tmp_path: Path) -> None:
     attributor = make(copy_of(model), tmp_path).featurize(checkpoints[:2])
     diagonal = np.diag(full(attributor, train_rows()))
     assert relative_error(attributor.self_influence().numpy(), diagonal) < 1e-4
+    method = Index(lambda_relative=10.0)
+    other = np.diag(full(attributor, train_rows(), method=method))
+    assert relative_error(attributor.self_influence(method).numpy(), other) < 1e-4 < relative_error(other, diagonal)
 
 
 @pytest.mark.slow

@@ -421,3 +421,23 @@ def test_runs_without_a_record_are_replayed(name: str, tmp_path: Path) -> None:
     found = attributor_of(trainer, tmp_path).attribute(targets, top_k=None, method=method)
     scores = torch.tensor(found["trak_scores"])
     assert bool(torch.isfinite(scores).all()) and bool(scores.any())
+
+
+@pytest.mark.slow
+def test_a_loss_that_logs_while_it_is_computed_stays_the_same_task(tmp_path: Path) -> None:
+    """CPO's collects metrics of every batch in the trainer, also those of a training."""
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    made = arguments(tmp_path, cpo.CPOConfig, per_device_train_batch_size=4, max_length=64, max_steps=2)
+
+    def run() -> Any:
+        return cpo.CPOTrainer(llama(), args=made, train_dataset=pairs(), processing_class=tokenizer())
+
+    trainer = run()
+    trainer.train()
+    attributor = attributor_of(trainer, tmp_path).featurize()
+    found = attributor.attribute(pairs(2, seed=9), top_k=2, method="index")
+    assert torch.tensor(found["trak_scores"][:]).isfinite().all()
+    again = run()
+    again.model.load_state_dict(trainer.model.state_dict())
+    later = attributor_of(again, tmp_path / "later")
+    assert later.features.store_config()["task"] == attributor.features.store_config()["task"]
