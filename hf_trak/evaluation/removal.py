@@ -546,7 +546,7 @@ def evaluate_removal(
         NonFiniteError: an output is NaN or infinite.
     """
     check_resamples(resamples)
-    measured = _outputs_of_plan(plan, masks, outputs)
+    measured, whole = _outputs_of_plan(plan, masks, outputs)
     own, others = _changes(plan, measured - measured[0])
     rng = np.random.default_rng(seed)
     targets = _resampling_weights(len(plan.targets), resamples, rng)
@@ -573,13 +573,13 @@ def evaluate_removal(
         plan,
         effects=tuple(effect(at, name) for at in range(len(plan.fractions)) for name in names),
         changes={name: own[name].mean(axis=2) for name in names},
-        notes=tuple(_notes(plan)),
+        notes=tuple(_notes(plan, whole)),
         _means=means,
     )
 
 
-def _outputs_of_plan(plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike) -> np.ndarray:
-    """Find the outputs of the plan's subsets, in its order, `(s, m)`."""
+def _outputs_of_plan(plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike) -> tuple[np.ndarray, int]:
+    """Find the outputs of the plan's subsets, in its order, `(s, m)`, and the number of trainings on all rows."""
     member, values = check_masks(masks), np.asarray(outputs, dtype=np.float64)
     n, m = plan.shape
     if member.shape[1] != n or values.shape != (len(member), m):
@@ -607,7 +607,7 @@ def _outputs_of_plan(plan: RemovalPlan, masks: ArrayLike, outputs: ArrayLike) ->
             f"`masks` lacks {len(missing)} of the plan's {len(found)} subsets, the first being subset {missing[0]}. "
             "Expected all of `plan.masks`; the first is the whole training set. Train on those, too."
         )
-    return np.stack([values[of_subset].mean(axis=0) for of_subset in found])
+    return np.stack([values[of_subset].mean(axis=0) for of_subset in found]), len(found[0])
 
 
 def _changes(plan: RemovalPlan, changes: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -632,8 +632,21 @@ def _resampling_weights(count: int, resamples: int, rng: np.random.Generator) ->
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples) / count
 
 
-def _notes(plan: RemovalPlan) -> list[str]:
+def _notes(plan: RemovalPlan, whole: int) -> list[str]:
     notes = []
+    if whole == 1:
+        notes.append(
+            "Changes are measured from one training on all rows, whose noise all targets share: the intervals of "
+            "changes leave it out, and those of differences do not need it."
+        )
+    same = [
+        name for name in (*plan.methods, *plan.controls[1:]) if all(len({*one}) == 1 for one in plan.subsets[name])
+    ]
+    if same and len(plan.targets) > 1:
+        notes.append(
+            f"One training without the same rows serves all targets ({', '.join(same)}): no interval has its noise. "
+            "Compare with the spread of random rows, or repeat it with other seeds."
+        )
     if len(plan.controls) < _ENOUGH_CONTROLS:
         notes.append(
             f"Controls: {len(plan.controls)} ({', '.join(plan.controls)}), fewer than {_ENOUGH_CONTROLS}. Without "

@@ -270,6 +270,11 @@ def with_training_rows(scored: Dataset, train_dataset: Dataset, columns: Sequenc
     parts = []
     for name in ("trak_indices", "trak_harmful_indices"):
         indices = np.asarray(scored.with_format("numpy")[name][:]).reshape(len(scored), -1)
+        if indices.min() == -1:
+            raise ValueError(
+                f"`{name}` has the row -1, where a search index that looks at a part of the rows found no more. "
+                "Expected as many rows for every target. Search with a smaller `top_k`, or build it with fewer lists."
+            )
         if indices.min() < 0 or indices.max() >= len(rows):
             raise ValueError(
                 f"`{name}` goes from {indices.min()} to {indices.max()}; the training dataset has {len(rows)} rows. "

@@ -104,7 +104,8 @@ _CHANGING_METHODS = frozenset(
 def stored_attributes(code: types.CodeType) -> set[str]:
     """List the attributes that code assigns, of any object, nested code included.
 
-    Attributes whose list, dict or set it changes by a method (`self.seen.append(…)`) are among them.
+    Attributes whose list, dict or set it changes are among them: by a method (`self.seen.append(…)`), in an entry
+    (`self.parts["loss"] = …`), or in an entry by a method (`self.stored[name].append(…)`).
     """
     found = set()
     for each in _nested(code):
@@ -112,10 +113,21 @@ def stored_attributes(code: types.CodeType) -> set[str]:
         found |= {one.argval for one in instructions if one.opname == "STORE_ATTR"}
         found |= {
             one.argval
-            for one, after in pairwise(instructions)
-            if one.opname == "LOAD_ATTR" and after.opname in _ATTRIBUTES and after.argval in _CHANGING_METHODS
+            for place, one in enumerate(instructions)
+            if one.opname == "LOAD_ATTR" and _is_changed(instructions[place + 1 :])
         }
     return found
+
+
+def _is_changed(rest: list[dis.Instruction]) -> bool:
+    """Tell whether an object that code has just loaded is changed by what comes next, or an entry of it."""
+    while len(rest) > 1 and rest[0].opname.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_SMALL_INT")):
+        if rest[1].opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            return True
+        if rest[1].opname != "BINARY_SUBSCR" and rest[1].argrepr != "[]":  # that of Python 3.14
+            return False
+        rest = rest[2:]
+    return bool(rest) and rest[0].opname in _ATTRIBUTES and rest[0].argval in _CHANGING_METHODS
 
 
 def attribute_names(code: types.CodeType) -> set[str]:

@@ -36,7 +36,7 @@ from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Collator,
 from hf_trak.modelout_functions.batches import mapping_of, size_of, takes_positions, with_positions
 from hf_trak.modelout_functions.draws import Draws
 from hf_trak.modelout_functions.function import task_identity
-from hf_trak.modelout_functions.trainer_settings import is_log, loss_settings
+from hf_trak.modelout_functions.trainer_settings import loss_settings
 
 _OF_A_ROW = object()
 
@@ -84,8 +84,9 @@ class TrainerLossModelOutput(BatchedModelOutput):
         self._held = dict(vars(trainer))
         args = copy.copy(trainer.args)
         args.average_tokens_across_devices = False  # which multiplies by the number of processes
-        logs = {name: copy.deepcopy(value) for name, value in self._held.items() if is_log(name)}
-        self._held |= {"args": args, **logs}
+        self._held |= {"args": args}
+        for logged in {"_metrics", "_stored_metrics"} & set(self._held):  # lists that TRL's trainers log
+            self._held |= {logged: copy.deepcopy(self._held[logged])}
         self._model: torch.nn.Module | None = None
         self.own_columns: frozenset[str] = frozenset()
         """Columns that the collator of the trainer makes, which stay where the task of the targets has the same."""

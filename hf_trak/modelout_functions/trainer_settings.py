@@ -21,7 +21,7 @@ def loss_settings(trainer: Any) -> dict[str, Any]:
     methods = _mentioned_methods(trainer)
     codes = [code for code in map(_code_of, methods.values()) if code is not None]
     read = set[str]().union(*map(attribute_names, codes))
-    read -= _of_every_trainer(trainer).union(*map(stored_attributes, codes), filter(is_log, read))
+    read -= _of_every_trainer(trainer).union(*map(stored_attributes, codes))
     smoother, kept = getattr(trainer, "label_smoother", None), dict[str, Any]()
     for values in (*map(vars, _own_classes(trainer)), vars(trainer)):
         kept |= {name: values[name] for name in sorted(read & set(values)) if not _is_method(values[name])}
@@ -33,11 +33,6 @@ def loss_settings(trainer: Any) -> dict[str, Any]:
         "attributes": kept,
         "arguments": {name: value for name, value in sorted(arguments.items()) if isinstance(value, _PLAIN)},
     }
-
-
-def is_log(name: str) -> bool:
-    """Tell whether an attribute of a trainer collects what it logs, as TRL's `_metrics` and `_stored_metrics`."""
-    return name.startswith("_") and name.endswith("metrics")
 
 
 def own_methods(trainer: Any) -> list[str]:

@@ -104,13 +104,13 @@ class GradientSearch:
             largest: whether to find the highest scores.
 
         Returns:
-            Row numbers, int64, and scores, float32, `(m, count)` each, best first. A row number is −1 where an index
-            that looks at a part of the rows found no more.
+            Row numbers, int64, and scores, float32, `(m, count)` each, best first. A row number is −1, and its score
+            NaN, where an index that looks at a part of the rows found no more.
         """
         queries = np.concatenate([_plain(rows) for rows in targets.rows], axis=1) / np.float32(len(targets.rows))
         queries = np.ascontiguousarray(queries if largest else -queries)
         scores, rows = self.index.faiss_index.search(queries, min(count, self.index.faiss_index.ntotal))
-        return rows, scores if largest else -scores
+        return rows, np.where(rows < 0, np.float32(np.nan), scores if largest else -scores)
 
     def save(self, directory: str | Path) -> None:
         """Write the index and what it was made from to a directory."""

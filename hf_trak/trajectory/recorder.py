@@ -77,7 +77,7 @@ class RunRecorder:
             self._skipped = state.global_step % updates * args.gradient_accumulation_steps
         weights = self._weights()
         if weights is not None:
-            self._open(description, state.global_step, weights)
+            self._open(description, state.global_step, state.max_steps, weights)
         self._steps.clear()
         self._passes.clear()
         self._batches.clear()
@@ -87,14 +87,17 @@ class RunRecorder:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
         _watch(_sampler(loader), self._begin_epoch)
 
-    def _open(self, description: dict[str, Any], step: int, weights: Tensor) -> None:
+    def _open(self, description: dict[str, Any], step: int, steps: int, weights: Tensor) -> None:
         """Open the record, and find or write the state that the run begins with."""
         if step == 0:
             if self.overwrite:
                 for path in [*self.directory.glob("state-*.safetensors"), self.directory / RECORD_FILE]:
                     path.unlink(missing_ok=True)
             self._record = RunRecord.create(self.directory, description)
-            if later := [one for one in self._record.states() if one]:
+            later = [one for one in self._record.states() if one]
+            if later and later[-1] < steps and torch.equal(self._record.weights(0), weights):
+                self._record.forget_after(0)  # of the same run, which was killed before its first checkpoint
+            elif later:
                 raise ConfigMismatchError(
                     f"{self.directory} has the record of a run up to step {later[-1]}. Expected none when training "
                     "starts from scratch. Give this run another `TrakCallback(name=...)`, replace the record with "

@@ -198,7 +198,8 @@ def test_retrainings_are_found_among_others_in_any_order(ridge: Ridge, plan: Rem
 
 
 def test_the_table_and_plain_values(ridge: Ridge, plan: RemovalPlan) -> None:
-    result = evaluate_removal(plan, plan.masks, ridge.outputs(plan.masks))
+    masks = np.concatenate([plan.masks, plan.masks[:1]])  # two trainings on all rows
+    result = evaluate_removal(plan, masks, ridge.outputs(masks))
     lines = str(result).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:5] == ["rows removed", "by", "own change", "others' change", "own − others"]
@@ -221,7 +222,14 @@ def test_the_table_and_plain_values(ridge: Ridge, plan: RemovalPlan) -> None:
 def test_too_few_controls_and_targets_are_noted(ridge: Ridge) -> None:
     plan = removal_plan({"exact": ridge.exact}, [0.05], targets=[0, 1])
     result = evaluate_removal(plan, plan.masks, ridge.outputs(plan.masks))
-    assert [note.split(",")[0] for note in result.notes] == ["Controls: 1 (random)", "Targets: 2"]
+    first, *others = [note.split(",")[0] for note in result.notes]
+    assert first == "Changes are measured from one training on all rows"
+    assert others == ["Controls: 1 (random)", "Targets: 2"]
+    together = removal_plan({"exact": ridge.exact}, [0.05], together=True)
+    assert any(
+        "without the same rows serves all targets (exact)" in note
+        for note in evaluate_removal(together, together.masks, ridge.outputs(together.masks)).notes
+    )
     assert str(result).endswith(result.notes[-1]) and result.to_dict()["notes"] == list(result.notes)
 
 

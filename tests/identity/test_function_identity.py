@@ -19,7 +19,7 @@ from transformers import BertConfig
 from work import counted_calls
 
 from hf_trak.identity.function_identity import function_identity, identity_of, same_function
-from hf_trak.identity.own_code import name_of
+from hf_trak.identity.own_code import name_of, stored_attributes
 from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput, BatchedModelOutput, get_task
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.embedding_pairs import EmbeddingPairsModelOutput
@@ -593,3 +593,22 @@ def test_the_code_of_a_users_task_is_compared() -> None:
 def with_loss(task: AbstractModelOutput) -> Any:
     assert hasattr(task, "per_sample_loss")
     return task
+
+
+class Logs:
+    """Collects what it logs in every way that people write; the last three attributes are settings."""
+
+    def loss(self, name: str, value: float) -> float:
+        self.last = value
+        self.seen.append(value)
+        self.parts["loss"] = value
+        self.parts_of[name]["loss"] = value
+        self.stored[name].append(value)
+        self.nested[name][0].append(value)
+        del self.removed[name]
+        return value * self.scale * self.scales[name] * sum(self.factors["all"])
+
+
+def test_what_a_method_changes_is_its_state() -> None:
+    changed = {"last", "seen", "parts", "parts_of", "stored", "nested", "removed"}
+    assert stored_attributes(Logs.loss.__code__) == changed

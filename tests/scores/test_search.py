@@ -9,6 +9,7 @@ from digit_models import DigitNet, digits, make, trained_net
 from hf_trak import TrakAttributor
 from hf_trak.cli.main import main
 from hf_trak.errors import StoreError
+from hf_trak.hub import with_training_rows
 from hf_trak.scores.search import GradientSearch, verify_search
 
 faiss = pytest.importorskip("faiss")
@@ -94,6 +95,12 @@ def test_an_index_of_lists_looks_at_an_eighth_of_them(attributor, tmp_path):
     assert recall(index.search(targets, top_k=3)) > 0.99
     lists.nprobe = 1
     assert recall(index.search(targets, top_k=3)) < as_is
+    few = index.search(targets, top_k=N // 2)
+    for ending in ("", "harmful_"):
+        missing = column(few, f"trak_{ending}indices") == -1
+        assert missing.any() and np.array_equal(np.isnan(column(few, f"trak_{ending}scores")), missing)
+    with pytest.raises(ValueError, match="has the row -1"):
+        with_training_rows(few, attributor.train_dataset)
 
 
 def test_an_exported_index_is_read_and_no_other(attributor, nets, tmp_path, monkeypatch, capsys):

@@ -240,6 +240,17 @@ def test_an_interrupted_training_is_recorded_by_the_next_one(tmp_path: Path) -> 
     assert [one.batches for one in found] == [one.batches for one in expected]
 
 
+def test_a_training_that_died_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    """As a job does that is started again: there is nothing to resume from. Another run is refused as before."""
+    with pytest.raises(KeyboardInterrupt):
+        recorded(tmp_path / "again", callbacks=[Interrupts()])
+    recorded(tmp_path / "again")
+    recorded(tmp_path / "once")
+    assert record_files(tmp_path / "again") == record_files(tmp_path / "once")
+    with pytest.raises(ConfigMismatchError, match="has the record of a run up to step 9"):
+        recorded(tmp_path / "once")  # which was complete
+
+
 def test_noise_in_embeddings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HfTrakError, match=r"`neftune_noise_alpha` is 5\.0, .* Leave out `neftune_noise_alpha` or"):
         recorded(tmp_path, neftune_noise_alpha=5.0)
