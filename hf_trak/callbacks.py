@@ -192,7 +192,14 @@ class TrakCallback(TrainerCallback):
                 f"one, for example {str(output_dir / 'trak')!r}."
             )
         if self._recorder is not None:
-            self._recorder.begin(kwargs["model"], args, state, kwargs["optimizer"], kwargs["train_dataloader"])
+            self._recorder.begin(
+                kwargs["model"],
+                args,
+                state,
+                kwargs["optimizer"],
+                kwargs["train_dataloader"],
+                kwargs.get("lr_scheduler"),
+            )
         kept = self._recorder is not None or self._reports
         if self.steps is None and not kept and SaveStrategy(args.save_strategy) == SaveStrategy.NO:
             raise ValueError(

@@ -49,10 +49,13 @@ class RunRecorder:
         self._numbers: tuple[list[float], Tensor] | None = None
         self._hooks: list[Any] = []
         self._random: Tensor | None = None
+        self._ended = False
         self._lacking: set[str] | None = None
         self._warned = False
 
-    def begin(self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any) -> None:
+    def begin(
+        self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any, scheduler: Any = None
+    ) -> None:
         """Describe the run, write its first state, and begin to watch.
 
         Raises:
@@ -63,7 +66,7 @@ class RunRecorder:
         """
         for hook in self._hooks:  # of a training that an error has ended
             hook.remove()
-        check_run(model, args, loader)
+        check_run(model, args, loader, scheduler)
         check_moments(optimizer, state.global_step)
         layout = ParameterLayout.from_model(model)
         description = describe_run(model, args, optimizer, loader, layout)
@@ -81,7 +84,7 @@ class RunRecorder:
         self._steps.clear()
         self._passes.clear()
         self._batches.clear()
-        self._random = None
+        self._random, self._ended = None, False
         self._hooks = [model.register_forward_hook(self._after_forward, with_kwargs=True)]
         if description["dropout"]:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
@@ -158,6 +161,8 @@ class RunRecorder:
         Raises:
             HfTrakError: the batch did not come from the trainer's sampler.
         """
+        if self._ended:
+            return
         rows = self._drawn[self._place] if self._place < len(self._drawn) else []
         if not rows:
             raise HfTrakError(
@@ -170,12 +175,17 @@ class RunRecorder:
         self._batches.append((rows, *one))
 
     def before_update(self) -> None:
-        """Note the learning rates and the norm of the gradient of the optimizer's next step.
-
-        Raises:
-            HfTrakError: other numbers of the optimizer, or the parameters that are trained, have changed.
-        """
-        self._check_unchanged()
+        """Note the learning rates and the norm of the gradient of the optimizer's next step."""
+        if self._ended or (changed := self._changed()):
+            if not self._ended:
+                self._ended = True
+                self._steps.clear()  # whose state is not written any more
+                logger.warning(
+                    "%s. Expected nothing but learning rates to change in a recorded training. The record ends here, "
+                    "and the run cannot be replayed.",
+                    changed,
+                )
+            return
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
@@ -191,22 +201,19 @@ class RunRecorder:
         norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])
         self._numbers = rates, norms.sum().sqrt()
 
-    def _check_unchanged(self) -> None:
+    def _changed(self) -> str:
+        """Say what has changed since the run began; empty if nothing has that a replay takes for the same."""
         _, groups = optimizer_groups(self._inner)
+        if len(groups) != len(self._groups):
+            return f"The optimizer had {len(self._groups)} groups of parameters and has {len(groups)} now"
         for before, now in zip(self._groups, groups, strict=True):
             for name, value in now.items():
                 if value != before[name]:
-                    raise HfTrakError(
-                        f"`{name}` of the optimizer was {before[name]:g} and is {value:g} now. Expected nothing but "
-                        "learning rates to change in a recorded training (`OneCycleLR` has `cycle_momentum=False`). "
-                        f"{_LEAVE_OUT}"
-                    )
+                    return f"`{name}` of the optimizer was {before[name]:g} and is {value:g} now"
         trained = {name for name, one in self._model.named_parameters() if one.requires_grad}
-        if changed := sorted(trained ^ set(self._layout.names)):
-            raise HfTrakError(
-                f"The training has frozen or released {changed[0]!r}, with {len(changed) - 1} others. Expected the "
-                f"same parameters to be trained in every step. {_LEAVE_OUT}"
-            )
+        if odd := sorted(trained ^ set(self._layout.names)):
+            return f"The training has frozen or released {odd[0]!r}, with {len(odd) - 1} others"
+        return ""
 
     def step_done(self, step: int, last: bool) -> None:
         """Note a step, and write the state where one is due.
@@ -215,6 +222,8 @@ class RunRecorder:
             step: number of steps taken.
             last: whether a state is due whatever the number.
         """
+        if self._ended:
+            return
         self.pass_done()
         assert self._numbers is not None
         batches = tuple(
@@ -310,13 +319,19 @@ def check_moments(optimizer: Any, step: int) -> None:
         )
 
 
-def check_run(model: torch.nn.Module, args: Any, loader: Any) -> None:
+def check_run(model: torch.nn.Module, args: Any, loader: Any, scheduler: Any) -> None:
     """Check that a run can be recorded.
 
     Raises:
-        HfTrakError: it leaves out layers, decomposes weights (DoRA), adds noise to embeddings, divides its parameters,
-            scales its gradients, or streams its rows.
+        HfTrakError: it leaves out layers, decomposes weights (DoRA), adds noise to embeddings, changes its momentum,
+            divides its parameters, scales its gradients, or streams its rows.
     """
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    if getattr(scheduler, "cycle_momentum", False):
+        raise HfTrakError(
+            f"The scheduler is a {type(scheduler).__name__} with `cycle_momentum=True`, which changes more than the "
+            "learning rates. Expected `cycle_momentum=False`. Set it, or leave out `record=True`."
+        )
     settings: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
     if left_out := {name: value for name, value in settings.items() if name.endswith("layerdrop") and value}:
         raise HfTrakError(

@@ -1,5 +1,6 @@
 """The record of real `Trainer` runs: what it holds, that training does not notice, and what kills and damage do."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from replay_runs import (
+    EVAL,
     config,
     in_process,
     record_files,
@@ -19,6 +21,7 @@ from replay_runs import (
 )
 from transformers import TrainerCallback
 
+from hf_trak import Replay, TrakAttributor
 from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.main import main
 from hf_trak.errors import ConfigMismatchError, HfTrakError, IncompleteStoreError, StoreError
@@ -277,17 +280,33 @@ class Changes(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "every"),
     [
-        (lambda model, groups: groups[0].update(betas=(0.8, 0.999)), r"`beta1` .* was 0.9 and is 0.8 now"),
-        (lambda model, groups: groups[0].update(weight_decay=0.5), r"`decay` .* was 0.1 and is 0.5 now"),
-        (lambda model, groups: model.lm_head.requires_grad_(False), r"frozen or released 'transformer.wte.weight'"),
+        (lambda model, groups: groups[0].update(betas=(0.8, 0.999)), r"`beta1` .* was 0.9 and is 0.8 now", 1),
+        (lambda model, groups: groups[0].update(weight_decay=0.5), r"`decay` .* was 0.1 and is 0.5 now", 4),
+        (lambda model, groups: model.lm_head.requires_grad_(False), r"frozen or released 'transformer.wte.weight'", 1),
     ],
 )
-def test_numbers_and_parameters_that_change_are_refused(tmp_path: Path, change: Any, said: str) -> None:
-    """A replay would take the first ones for all steps. Learning rates may change, and are recorded."""
-    run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True), Changes(change)])
-    with pytest.raises(HfTrakError, match=said):
+def test_numbers_and_parameters_that_change_end_the_record(
+    tmp_path: Path, change: Any, said: str, every: int, caplog: Any
+) -> None:
+    """A replay would take the first ones for all steps. The training goes on."""
+    run = recorded(tmp_path, every=every, callbacks=[Changes(change)])
+    warned = [one.getMessage() for one in caplog.records if "The record ends here" in one.getMessage()]
+    assert len(warned) == 1 and re.search(said, warned[0])
+    assert run.state.global_step == 9 and record_of(tmp_path).states() == [0, 1][: 1 + (every == 1)]
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    with pytest.raises(
+        (HfTrakError, StoreError), match=r"run ended with|Expected the same ones|without a complete step"
+    ):
+        attributor.attribute(EVAL, top_k=None, method=Replay(of="run"))
+
+
+def test_cycled_momentum_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True)])
+    run.create_optimizer()
+    run.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 1e-2, total_steps=9)
+    with pytest.raises(HfTrakError, match="a OneCycleLR with `cycle_momentum=True`"):
         run.train()
 
 
