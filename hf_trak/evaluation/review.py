@@ -33,7 +33,7 @@ from hf_trak.methods import Exact
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.runtime.checks import checked_int
-from hf_trak.runtime.progress import duration, with_column
+from hf_trak.runtime.progress import duration, say, with_column
 from hf_trak.scores.groups import RowGroups
 from hf_trak.scores.scored_dataset import ScoreBlock
 from hf_trak.scores.selection import SELECTION_COLUMNS
@@ -360,6 +360,9 @@ def fixed_dataset(table: Dataset) -> Dataset:
             row to relabel has no label.
     """
     numbers, actions = _numbers_and_actions(table)
+    count = {action: int((actions == action).sum()) for action in ACTIONS}
+    left = f"; {count['look']:,} to look at stay as they are" if count["look"] else ""
+    say(logger, f"{count['relabel']:,} rows get another label, and {count['remove']:,} are removed{left}.")
     carrier, table = table.format["format_kwargs"].get("transform"), table.with_format(None)
     column = class_column(table) if LABEL in table.column_names else None
     if changed := np.flatnonzero(actions == "relabel").tolist():

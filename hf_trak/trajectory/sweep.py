@@ -209,7 +209,7 @@ class BackwardSweep:
             raise HfTrakError(
                 f"The gradient of the first step has the norm {found:.6g}, and the optimizer got one of {trained:.6g} "
                 f"in the training. Expected the same to {NORM_DEVIATION:.0%}. Was something drawn at random, are "
-                "parameters frozen now that were not, or does the loss of a row depend on others of its batch, as KTO's?"
+                "parameters frozen now that were not, or does a row's loss depend on others of its batch, as KTO's?"
             )
 
     def _states(self, start: int, behind: int) -> list[State]:

@@ -1,5 +1,6 @@
 """The review of a training dataset: planted wrong labels and duplicates are found, fixed, and proved by retraining."""
 
+import logging
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,6 +366,16 @@ def test_rows_to_leave_out_must_leave_others() -> None:
     for rows in ([], range(6), [10], [-1]):
         with pytest.raises(ValueError, match="Expected at least one"):
             prove_removal(list(rows), Never())
+
+
+def test_what_was_fixed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Also that nothing was: rows to look at stay as they are."""
+    caplog.set_level(logging.INFO, "hf_trak")
+    rows = Dataset.from_dict({"labels": [0, 1, 0]})
+    fixed_dataset(review_table(rows, [0.1, -1.0, 0.2], "labels", {1: 0}))
+    assert "1 rows get another label, and 0 are removed." in caplog.text
+    fixed_dataset(review_table(rows, [0.1, -1.0, 0.2], "labels", {1: 0}, relabel=False))
+    assert "0 rows get another label, and 0 are removed; 1 to look at stay as they are." in caplog.text
 
 
 def test_a_row_that_is_in_a_table_twice_is_refused() -> None:
