@@ -360,9 +360,8 @@ def fixed_dataset(table: Dataset) -> Dataset:
             row to relabel has no label.
     """
     numbers, actions = _numbers_and_actions(table)
-    count = {action: int((actions == action).sum()) for action in ACTIONS}
-    left = f"; {count['look']:,} to look at stay as they are" if count["look"] else ""
-    say(logger, f"{count['relabel']:,} rows get another label, and {count['remove']:,} are removed{left}.")
+    relabelled, removed, left = (int((actions == action).sum()) for action in ("relabel", "remove", "look"))
+    say(logger, f"Rows relabelled: {relabelled:,}, removed: {removed:,}, to look at and left as they are: {left:,}.")
     carrier, table = table.format["format_kwargs"].get("transform"), table.with_format(None)
     column = class_column(table) if LABEL in table.column_names else None
     if changed := np.flatnonzero(actions == "relabel").tolist():

@@ -373,9 +373,9 @@ def test_what_was_fixed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hf_trak")
     rows = Dataset.from_dict({"labels": [0, 1, 0]})
     fixed_dataset(review_table(rows, [0.1, -1.0, 0.2], "labels", {1: 0}))
-    assert "1 rows get another label, and 0 are removed." in caplog.text
+    assert "Rows relabelled: 1, removed: 0, to look at and left as they are: 0." in caplog.text
     fixed_dataset(review_table(rows, [0.1, -1.0, 0.2], "labels", {1: 0}, relabel=False))
-    assert "0 rows get another label, and 0 are removed; 1 to look at stay as they are." in caplog.text
+    assert "Rows relabelled: 0, removed: 0, to look at and left as they are: 1." in caplog.text
 
 
 def test_a_row_that_is_in_a_table_twice_is_refused() -> None:
