@@ -491,6 +491,7 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
     if isinstance(task, AggregatedModelOutput):
         scale = sum(_items(features, task, batches.collated(list(cut))) for cut in cuts) / m
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
+    minus.bind(model)
     featurizer, found = features.featurizer(minus), np.empty(m)
     with evaluating(model), pass_settings(model), torch.no_grad():
         for rows, batch in featurizer.batches(eval_dataset, "target").iterate(cuts):

@@ -29,6 +29,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -473,6 +475,21 @@ def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path, caplog: py
         assert "The report takes Exact(" in caplog.text and "for labels that may be wrong." in caplog.text
         caplog.clear()
         assert page.read_text().count("<audio") == (0 if name == "arrays" else 4 + len(found.doubted))
+
+
+def test_a_model_that_makes_its_own_decoder_inputs(tmp_path: Path) -> None:
+    """Rows have nothing but labels, from which the model's own method makes them. Nothing is featurized."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=20, decoder_start_token_id=0, **sizes))
+    ids = torch.randint(1, 20, (12, 5)).tolist()
+    rows = Dataset.from_list([{"input_ids": one, "labels": one[::-1]} for one in ids])
+    arguments = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True)
+    run = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows.select(range(4)))
+    run.train()
+    features = TrakAttributor.from_trainer(run, config(tmp_path)).features
+    found = training_report(features, run.eval_dataset, tmp_path / "page.html", method="exact")
+    assert float(found.losses.mean()) == pytest.approx(run.evaluate()["eval_loss"], rel=1e-5)
 
 
 def test_opposite_features_are_no_duplicates() -> None:
