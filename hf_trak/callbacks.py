@@ -1,5 +1,6 @@
 """A `Trainer` callback that keeps the checkpoints of a training run as an ensemble."""
 
+import copy
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ from accelerate import PartialState
 from datasets import Dataset as HFDataset
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
@@ -314,7 +315,7 @@ class TrakCallback(TrainerCallback):
                 self.report = training_report(attributor.features, self.trainer.eval_dataset, path)
                 if state.is_world_process_zero:
                     say(logger, f"{self.report}\nThe page is {path}.")
-                self.trainer.log(self.report.logs())
+                _log(self.trainer, self.report.logs())
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -333,6 +334,15 @@ class TrakCallback(TrainerCallback):
         collected = self._collected()
         for old in collected[: -self.last] if self.last else ():
             shutil.rmtree(self.directory / f"checkpoint-{old}")
+
+
+def _log(trainer: Any, logs: dict[str, float | str]) -> None:
+    """Log numbers as the trainer does, and tables in Markdown to its dashboards alone: on a line nobody reads them."""
+    trainer.log({name: value for name, value in logs.items() if not isinstance(value, str)})
+    quiet = copy.copy(trainer.callback_handler)
+    quiet.callbacks = [one for one in quiet.callbacks if not isinstance(one, PrinterCallback | ProgressCallback)]
+    tables = {name: value for name, value in logs.items() if isinstance(value, str)}
+    quiet.on_log(trainer.args, trainer.state, trainer.control, tables)
 
 
 def _before_those_that_close(callback: TrainerCallback, handler: CallbackHandler) -> None:

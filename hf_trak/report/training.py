@@ -181,7 +181,8 @@ class TrainingReport(Result):
     def compared(self) -> list[tuple[str, str, str]]:
         """List a name, what was of the earlier training, and what is now; empty without an earlier one.
 
-        Sums of sources and labels are left out where effects are relative, in either report.
+        Sums of sources and labels are left out where effects are relative, in either report. They and doubted labels
+        are, where the effects of one report were computed by another method than those of the other.
         """
         if (earlier := self.earlier) is None:
             return []
@@ -190,9 +191,11 @@ class TrainingReport(Result):
         found = [
             ("validation loss", f"{earlier.loss:.4g}", loss),
             ("training rows", f"{len(earlier.effects):,}", f"{len(self.effects):,}"),
-            ("doubted labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"),
             ("duplicates", f"{len(earlier.repeated):,}", f"{len(self.repeated):,}"),
         ]
+        if earlier.method != self.method:
+            return [*found, ("effects, which do not compare", f"by {earlier.method}", f"by {self.method}")]
+        found.append(("doubted labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"))
         if earlier.relative or self.relative:  # sizes of two units, or of none
             return found
         for kind, before, after in (("source", earlier.sources, self.sources), ("label", earlier.labels, self.labels)):

@@ -229,6 +229,9 @@ def test_warnings_of_a_replay_and_the_report_before_are_on_the_page(
     assert f"validation loss: {report.loss + 0.25:.4g} before, {loss} now" in str(found)
     for one in (replace(found, earlier=replace(before, relative=True)), replace(found, relative=True)):
         assert not [name for name, *_ in one.compared if name.startswith(("source", "label "))]
+    exact = replace(found, earlier=replace(before, method="exact scores")).compared
+    assert exact[-1] == ("effects, which do not compare", "by exact scores", f"by {found.method}")
+    assert not [name for name, *_ in exact if name.startswith(("source", "label ", "doubted"))]
     others = run.validation.select([*range(1, len(run.validation)), 0])  # as many, in another order
     for rows in (others, run.validation.select(range(2))):
         with pytest.raises(
@@ -414,7 +417,7 @@ class Dashboard(TrainerCallback):
 
 
 @pytest.mark.slow
-def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Path) -> None:
+def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Path, capsys: Any) -> None:
     dashboard, labelled = Dashboard(), TRAIN.add_column("source", ["a|b\n<i>", "book"] * (len(TRAIN) // 2))
     run = trainer(tmp_path)
     run.train_dataset, run.eval_dataset = labelled, EVAL
@@ -432,6 +435,8 @@ def test_the_trainer_logs_the_tables_while_its_dashboards_are_open(tmp_path: Pat
     first = found.harmful(1)[0]
     assert logged["report/rows"].splitlines()[2] == f"| {first} | {found.effects[first]:+.3g} |"
     assert "report/labels" not in logged and "report/proof" not in logged
+    printed = capsys.readouterr().out  # where the trainer prints what it logs
+    assert "report/validation_loss" in printed and "report/sources" not in printed and "| ---" not in printed
 
 
 @pytest.mark.slow
