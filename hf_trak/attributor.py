@@ -19,7 +19,7 @@ from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.report import CurvatureReport
 from hf_trak.data.preferences import PreparingCollator, kind_of, training_rows
 from hf_trak.data.reference_log_probs import with_references
-from hf_trak.data.rows import Collator, attribute_of
+from hf_trak.data.rows import Collator, attribute_of, row_count
 from hf_trak.data.text_columns import collator_of
 from hf_trak.data.trainer_tasks import task_of
 from hf_trak.evaluation.retraining import ReplayCheck, check_by_retraining
@@ -37,7 +37,7 @@ from hf_trak.evaluation.trial_steps import Similarity
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.calibrating import calibrate
 from hf_trak.featurize.calibration import Calibration, named
-from hf_trak.featurize.choosing import Recommendation, choose, recommend
+from hf_trak.featurize.choosing import MINUTE, Recommendation, choose, recommend, seconds_of
 from hf_trak.featurize.converting import converted
 from hf_trak.featurize.definition import Checkpoints, sources_of
 from hf_trak.featurize.estimation import Estimate
@@ -701,7 +701,11 @@ class TrakAttributor:
             ValueError: `share` leaves out no row, or all of them; or the loss of the trainer cannot be masked.
             All that [`~TrakAttributor.attribute`] raises.
         """
-        scored = self.attribute(eval_dataset, top_k=None, method=Replay(of="run")).with_format("numpy")
+        method, ids = Replay(of="run"), self.features.chosen(None, featurized=False)[0]
+        seconds = seconds_of(self.features, method, row_count(eval_dataset, "eval_dataset"), ids)
+        if seconds is not None and seconds > MINUTE and self.features.processes.is_main_process:
+            logger.warning("The replay of all targets takes about %s, before the training.", duration(seconds))
+        scored = self.attribute(eval_dataset, top_k=None, method=method).with_format("numpy")
         given = (eval_dataset, self.task, self.features.data_collator, self.args.batch_size)
         outputs = model_outputs(self.model, *given)
         retraining = TrainerRetraining(

@@ -45,7 +45,9 @@ from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating
 from hf_trak.modelout_functions.classification import RegressionModelOutput
-from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
+from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput, MinusLossModelOutput
+from hf_trak.modelout_functions.row_loss import RowLossModelOutput
+from hf_trak.modelout_functions.sampled import CanSample
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.progress import duration, say
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
@@ -60,6 +62,9 @@ MOST_DOUBTED = 256
 
 MOST_COMPARED = 256
 """Rows, those with the largest effects, whose features are compared with those of all rows."""
+
+_ALIKE = 0.01
+"""Share of pairs of rows that features call near duplicates above which they tell none."""
 
 NEAR = 0.995
 """Cosine of the features of two rows from which on they are near duplicates."""
@@ -114,6 +119,17 @@ class LossProof(Result):
     predicted_random: float
     measured_random: Interval
     difference: Interval
+
+    @property
+    def verdict(self) -> str:
+        """Say whether leaving out the most harmful rows did more for the loss than leaving out random ones."""
+        found = "no more than"
+        if self.difference.high < 0:
+            found = "more than"
+        elif self.difference.low > 0:
+            found = "less than"
+        advice = "" if found == "more than" else " Do not remove rows by these effects."
+        return f"Leaving out the rows named most harmful helped {found} leaving out random ones.{advice}"
 
     def __str__(self) -> str:
         return (
@@ -289,6 +305,7 @@ class TrainingReport(Result):
             f"validation loss {self.loss:.4g} over {len(self.losses):,} rows; {len(self.effects):,} training "
             f"rows, {self.no_effect:.0%} without effect",
             f"by {self.method}: {self.price}",
+            *([] if self.proof is None else [self.proof.verdict]),
             *self.warnings,
             f"raised the loss most: {listed(self.harmful(5))}",
             f"lowered it most: {listed(self.helpful(5))}",
@@ -446,8 +463,9 @@ def _has_sources(rows: Dataset) -> bool:
 
 
 def _with_labels(features: FeaturizedModel) -> FeaturizedModel:
-    """Let curvatures of a trainer's own loss have the labels of the rows, since none can be drawn for many of them."""
-    if not isinstance(features.task, TrainerLossModelOutput):
+    """Let curvatures have the labels of the rows where none can be drawn: of a trainer's own loss, or one of a row."""
+    inner = features.task.of_task if isinstance(features.task, LossModelOutput) else features.task
+    if isinstance(inner, CanSample) and not isinstance(inner, TrainerLossModelOutput):
         return features
     found, curvature = copy.copy(features), replace(features.args.curvature, labels="empirical")
     found.args = replace(features.args, curvature=curvature)
@@ -495,6 +513,8 @@ def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, f
         scale = sum(_items(features, task, batches.collated(list(cut))) for cut in cuts) / m
     minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
     minus.bind(model)
+    if isinstance(task, RowLossModelOutput):  # the model may return one loss for all rows of a batch
+        cuts = list(batch_rows(0, m, 1))
     featurizer, found = features.featurizer(minus), np.empty(m)
     with evaluating(model), pass_settings(model), torch.no_grad():
         for rows, batch in featurizer.batches(eval_dataset, "target").iterate(cuts):
@@ -537,18 +557,18 @@ def _near(
         inside = [rows[(rows >= shard.start) & (rows < shard.stop)] - shard.start for shard in shards]
         return normalize(torch.cat([shard.grads[own] for shard, own in zip(shards, inside, strict=True)]).float())
 
-    drawn = np.sort(np.random.Generator(np.random.Philox(0)).permutation(len(effects))[:_PAIRED])
-    some = directions(torch.from_numpy(drawn))
-    pairs = (some @ some.T)[tuple(torch.triu_indices(len(drawn), len(drawn), 1))].abs()
-    if len(pairs) and pairs.median() >= NEAR:
+    first = torch.tensor([repeated.get(row, row) for row in range(len(effects))])
+    drawn = torch.from_numpy(np.sort(np.random.Generator(np.random.Philox(0)).permutation(len(effects))[:_PAIRED]))
+    some, (left, right) = directions(drawn), torch.triu_indices(len(drawn), len(drawn), 1)
+    alike = ((some @ some.T)[left, right] >= NEAR)[first[drawn[left]] != first[drawn[right]]]
+    if len(alike) and (share := float(alike.float().mean())) > _ALIKE:
         return (
-            "Near duplicates cannot be told by the features of this model, which lie along one direction, as those of "
-            f"two classes may: two rows drawn at random have a cosine of ±{pairs.median():.4f}, in the median."
+            "Near duplicates cannot be told by the features of this model, which lie along few directions, such as "
+            f"one for each class: {share:.0%} of the pairs drawn at random have a cosine of {NEAR} or more."
         )
     watched = np.sort(np.argsort(-np.abs(effects), kind="stable")[:MOST_COMPARED])
     places = torch.from_numpy(watched)
     own, best, other = directions(places), torch.full((len(places),), -1.0), torch.zeros(len(places), dtype=torch.long)
-    first = torch.tensor([repeated.get(row, row) for row in range(len(effects))])
     for shard in shards:
         cosines = own @ normalize(shard.grads.float()).T
         cosines[first[places][:, None] == first[shard.start : shard.stop]] = -1.0  # itself, and its exact duplicates

@@ -71,7 +71,7 @@ def warnings_of(found: SweepResult, path: RunPath, method: Any, coarse: Tensor |
         if method.hessian_share < 1:
             remedy = f"Take more of each batch (`hessian_share`, now {method.hessian_share:g})"
         elif method.products == "hessian":
-            remedy = "Take `Replay(of='run', form='gauss-newton')`"
+            remedy = "The Gauss-Newton matrix may do better (`Replay(of='run', form='gauss-newton')`)"
         else:
             remedy = "Take `of='recipe'`, or compare with retraining"
         texts.append(

@@ -190,12 +190,12 @@ class RunRecorder:
         own = dict(self._model.named_parameters())
         found = [one for name in self._layout.names if (one := own[name].grad) is not None]
         lacking = {name for name in self._layout.names if own[name].grad is None}
-        if self._lacking is not None and (changed := sorted(lacking ^ self._lacking)) and not self._warned:
+        if self._lacking is not None and (odd := sorted(lacking ^ self._lacking)) and not self._warned:
             self._warned = True
             logger.warning(
                 "%r has a gradient in some steps and none in others, where the optimizer leaves it and its moments "
                 "alone. Expected one in every step or in none: a replay takes it for zero.",
-                changed[0],
+                odd[0],
             )
         self._lacking = lacking
         norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])

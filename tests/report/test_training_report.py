@@ -40,6 +40,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_trak import Exact, Replay, TrakAttributor, TrakCallback, TrakConfig
 from hf_trak.cli.main import main
 from hf_trak.errors import NonFiniteError
+from hf_trak.evaluation.intervals import Interval
 from hf_trak.featurize import run_replaying
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.report import TrainingReport
@@ -278,6 +279,11 @@ def test_the_proof_is_what_the_trainer_measures(run: PlantedRun, report: Trainin
     assert proof.difference.high < 0
     assert proof.difference.value == pytest.approx(proof.measured.value - proof.measured_random.value)
     assert "random" in str(report) and "web" in str(report)
+    assert proof.verdict == "Leaving out the rows named most harmful helped more than leaving out random ones."
+    assert str(report).splitlines()[2] == proof.verdict and proof.verdict in (run.place / "report.html").read_text()
+    for low, high, said in ((0.1, 0.3, "less"), (-0.1, 0.1, "no more")):
+        other = replace(proof, difference=Interval((low + high) / 2, low, high)).verdict
+        assert f"helped {said} than" in other and other.endswith("Do not remove rows by these effects.")
 
 
 @pytest.mark.slow
@@ -482,6 +488,17 @@ def test_rows_of_arrays_and_sounds_that_were_selected(tmp_path: Path, caplog: py
         assert page.read_text().count("<audio") == (0 if name == "arrays" else 4 + len(found.doubted))
 
 
+def test_a_loss_of_rows_that_has_no_labels_to_draw(tmp_path: Path) -> None:
+    """The default method is exact, with the labels of the rows. Losses are what the model returns for each alone."""
+    run = trainer(tmp_path)
+    features = TrakAttributor.from_trainer(run, config(tmp_path), task="row_loss").features
+    found = training_report(features, EVAL, tmp_path / "page.html", method="exact")
+    rows = [{name: torch.tensor([row[name]]) for name in ("input_ids", "labels")} for row in EVAL]
+    with torch.no_grad():
+        alone = [float(run.model.eval()(**row).loss) for row in rows]
+    assert found.losses.tolist() == pytest.approx(alone, rel=1e-6)
+
+
 def test_a_model_that_makes_its_own_decoder_inputs(tmp_path: Path) -> None:
     """Rows have nothing but labels, from which the model's own method makes them. Nothing is featurized."""
     torch.manual_seed(0)
@@ -510,9 +527,14 @@ def test_opposite_features_are_no_duplicates() -> None:
     assert pairs[3, 30] < -0.999 and [pair for pair, cosine in pairs.items() if cosine > 0.995] == [(4, 31), (5, 32)]
     assert not isinstance(found, str) and [pair[:2] for pair in found] == [(4, 31)]
     assert found[0][2] == pytest.approx(pairs[4, 31], abs=1e-5)
-    classes = gradients[:1] * torch.tensor([1.0, -1.0] * 25)[:, None] + 1e-3 * gradients
-    said = near_of(classes, {})
-    assert isinstance(said, str) and "cosine of ±1.0000" in said
+    for directions in (torch.tensor([[1.0], [-1.0]]) * gradients[:1], gradients[:3]):  # of two classes, and of three
+        classes = directions.repeat(25, 1)[:50] + 1e-3 * gradients
+        said = near_of(classes, {})
+        shares = [i % len(directions) == j % len(directions) for i in range(50) for j in range(i + 1, 50)]
+        assert isinstance(said, str) and f"{np.mean(shares):.0%} of the pairs drawn at random have" in said
+    others = torch.randn((40, 30), generator=torch.Generator().manual_seed(1))
+    repeated = dict.fromkeys(range(40, 50), 0)  # exact duplicates, which are found otherwise
+    assert near_of(torch.cat([others, others[:1].repeat(10, 1)]), repeated) == ()
 
 
 @pytest.mark.parametrize("source", [[[1]], ["a"], [0.5]])
