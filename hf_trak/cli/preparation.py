@@ -205,7 +205,7 @@ def _check_label_columns(task: str, rows: Dataset) -> None:
 
 
 def _with_columns(data: Dataset, names: Sequence[str], answers: Sequence[str] = ()) -> Dataset:
-    """Return rows, training rows or targets, after making sure that they have the columns that were chosen."""
+    """Return rows, training rows or targets, after making sure that the chosen columns are there and full."""
     if missing := [name for name in (*names, *answers) if name not in data.column_names]:
         remedy = "Rename the columns of one of them."
         if not set(missing) & set(names):
@@ -214,6 +214,14 @@ def _with_columns(data: Dataset, names: Sequence[str], answers: Sequence[str] = 
             f"The rows have the columns {data.column_names}, and not {missing}, which the training rows have. "
             f"Expected the same columns in training rows and targets. {remedy}"
         )
+    for name in (*names, *answers):
+        if data.data.column(name).null_count:
+            values = data.with_format(None)[name]
+            if (row := next((row for row, value in enumerate(values) if value is None), None)) is not None:
+                raise ValueError(
+                    f"Row {row} has nothing in the column {name!r}, as where a cell of a CSV file is empty or NA. "
+                    "Expected a value in every row. Leave such rows out, or fill them in."
+                )
     return data
 
 

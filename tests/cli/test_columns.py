@@ -21,6 +21,8 @@ from transformers import (
 
 from hf_trak.cli.class_labels import _aligned
 from hf_trak.cli.main import main
+from hf_trak.cli.preparation import _with_columns
+from hf_trak.cli.stored_rows import load_rows
 from hf_trak.data.columns import text_columns
 from hf_trak.store.sealed import read_sealed
 
@@ -137,6 +139,18 @@ def test_other_columns_of_text_change_nothing(model: str, models: Path, tmp_path
     assert main(["report", str(store)]) == 0
     page = (store / "scores" / "targets" / "report.html").read_text()
     assert SENTENCES[0] in page and "example.org" not in page
+
+
+def test_empty_cells_are_named(tmp_path: Path) -> None:
+    """Of rows that are there: a selection without them is fine, and so is an empty label that nobody reads."""
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\na film,1\nNA,0\na plot,\n")
+    rows = load_rows(str(file), None, None, ("train",), None)
+    with pytest.raises(ValueError, match="Row 1 has nothing in the column 'text'"):
+        _with_columns(rows, ["text"], ["label"])
+    with pytest.raises(ValueError, match="Row 1 has nothing in the column 'label'"):
+        _with_columns(rows.select([0, 2]), ["text"], ["label"])
+    assert len(_with_columns(rows.select([0, 2]), ["text"])) == 2
 
 
 def test_names_that_leave_a_choice_are_refused(models: Path, tmp_path: Path, capsys: Any) -> None:
