@@ -90,9 +90,10 @@ def _chosen(
         column = image_column(rows.features, args.image_column)
         label = label_column(rows.features, args.label_column)
         processor = safe_loading.load_image_processor(name, revision)
+        mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
 
         def pixels(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-            images = [_as_rgb(image, column) for image in batch[column]]
+            images = [_converted(image, column, mode) for image in batch[column]]
             made = {"pixel_values": processor(images, return_tensors="pt")["pixel_values"]}
             return {**made, **{name: batch[name] for name in ("labels",) if name in batch}}
 
@@ -124,10 +125,10 @@ def _chosen(
     )
 
 
-def _as_rgb(image: Any, column: str) -> Any:
+def _converted(image: Any, column: str, mode: str) -> Any:
     if not hasattr(image, "convert"):
         raise ValueError(f"A row has {image!r:.80} in the column {column!r}. Expected an image. Leave such rows out.")
-    return image.convert("RGB")
+    return image.convert(mode)
 
 
 def _ready(

@@ -291,15 +291,19 @@ def test_an_answer_and_one_of_its_words(models: Path, tmp_path: Path, capsys: An
 
 
 @pytest.mark.slow
-def test_predictions_for_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("channels", [3, 1])
+def test_predictions_for_images(tmp_path: Path, channels: int) -> None:
+    """In colours, and in grey for a model of one channel."""
     rng = np.random.default_rng(0)
     config = ViTConfig(
         image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        num_labels=2,
+        num_labels=2, num_channels=channels,
     )  # fmt: skip
     ViTForImageClassification(config).save_pretrained(tmp_path / "model")
-    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "model")
-    pictures = [PILImage.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(6)]
+    means = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    ViTImageProcessor(size={"height": 16, "width": 16}, **means).save_pretrained(tmp_path / "model")
+    shape = (16, 16, 3)[: 2 + (channels == 3)]
+    pictures = [PILImage.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)) for _ in range(6)]
     kinds = Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"])})
     train = Dataset.from_dict({"image": pictures, "label": [0, 1] * 3}, kinds)
     train.save_to_disk(tmp_path / "train")

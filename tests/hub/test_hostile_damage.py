@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from test_hostile_repos import edit, marker, model, modules
 
 from hf_trak.cli.named_models import load_model
-from hf_trak.cli.preparation import _as_rgb, _chat_tokens
+from hf_trak.cli.preparation import _chat_tokens, _converted
 from hf_trak.cli.stored_rows import load_rows
 from hf_trak.errors import RefusedIndexError
 from hf_trak.hub.models import load_model as load_index_model
@@ -126,7 +126,7 @@ def test_a_chat_template_that_fails_is_named(model: Path, template: str) -> None
 
 def test_rows_that_are_no_images_and_datasets_without_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="A row has None in the column 'photo'"):
-        _as_rgb(None, "photo")
+        _converted(None, "photo", "RGB")
     Dataset.from_dict({"a": [1]}).select([]).save_to_disk(tmp_path / "rows")
     with pytest.raises(ValueError, match=r"No rows can be read|has no rows"):
         load_rows(str(tmp_path / "rows"), None, None, ("train",), None)
