@@ -30,6 +30,7 @@ from hf_trak.evaluation.review import (
     review_table,
     trained_classes,
     warn_of_price,
+    with_row_labels,
 )
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
@@ -785,11 +786,13 @@ class TrakAttributor:
                 f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
                 "its rows. Convert them, such as with `Dataset.from_list`."
             )
-        chosen, features = Exact(), self.features  # the index finds few wrong labels: it compares rows for one target
+        chosen, features = Exact(), with_row_labels(self.features)  # the index finds few wrong labels
         warn_of_price(features, chosen)
-        effects = np.array(self.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        asked = self._of(features)
+        effects = np.array(asked.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        self._last = asked._last
         doubted, false = doubted_labels(features, np.flatnonzero(effects < 0), eval_dataset, chosen)
-        label = trained_classes(self.features)
+        label = trained_classes(features)
         repeated = repeated_rows(features.row_batches(rows, "train"), label)
         return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)
 

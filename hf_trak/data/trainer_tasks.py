@@ -102,13 +102,13 @@ def task_of(trainer: Any, model: torch.nn.Module, rows: Any, collator: Collator,
 
 
 def _guessed(trainer: Any, model: torch.nn.Module, first: FirstRows) -> str | None:
-    """Name the task of a classifier of one's own class: its rows tell it, and its loss has to be the trainer's."""
-    labels, inputs = first.alone[0].get("labels"), {"pixel_values": "image", "input_ids": "text"}
-    if not isinstance(labels, Tensor) or labels.shape != (1,) or labels.is_floating_point():
+    """Name the task of a classifier or a regression of one's own class, whose loss has to be the trainer's."""
+    labels = first.alone[0].get("labels")
+    if not isinstance(labels, Tensor) or labels.numel() != 1:
         return None
-    name = next((f"{kind}_classification" for column, kind in inputs.items() if column in first.alone[0]), None)
-    if name is None:
-        return None
+    name = "image_classification" if "pixel_values" in first.alone[0] else "text_classification"
+    if labels.is_floating_point():
+        name = "regression"
     of: Any = TASKS_OF_MODELS[name]()
     of.bind(model)
     try:

@@ -9,10 +9,11 @@ The same rule is tried on rows that helped. Where it doubts many of them, it tel
 from right ones badly, and rows are to be looked at instead of relabelled.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,9 @@ from hf_trak.identity.row_digest import update_digest
 from hf_trak.methods import Exact
 from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.classification import RegressionModelOutput
+from hf_trak.modelout_functions.loss import LossModelOutput
+from hf_trak.modelout_functions.sampled import CanSample
+from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.checks import checked_int
 from hf_trak.runtime.progress import duration, say, with_column
 from hf_trak.scores.groups import RowGroups
@@ -200,6 +204,16 @@ def _is_class(feature: Any) -> bool:
     if isinstance(feature, ClassLabel):
         return True
     return is_text(feature) or (isinstance(feature, Value) and pa.types.is_integer(feature.pa_type))
+
+
+def with_row_labels(features: FeaturizedModel) -> FeaturizedModel:
+    """Let curvatures have the labels of the rows where none can be drawn: of a trainer's own loss, or one of a row."""
+    inner = features.task.of_task if isinstance(features.task, LossModelOutput) else features.task
+    if isinstance(inner, CanSample) and not isinstance(inner, TrainerLossModelOutput):
+        return features
+    found, curvature = copy.copy(features), replace(features.args.curvature, labels="empirical")
+    found.args = replace(features.args, curvature=curvature)
+    return found
 
 
 def sums_and_own(blocks: Iterable[ScoreBlock], groups: RowGroups, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -88,7 +88,9 @@ def fitted(model: FeaturizedModel, method: Exact | Rerank, checkpoints: list[int
 
 
 def recorded_run(model: FeaturizedModel) -> Replay | None:
-    """Return the replay of the run that ended with the weights of a model, if it is recorded and can be replayed.
+    """Return the replay of the run that had the weights of a model, if it is recorded and can be replayed.
+
+    These are its last weights, or the best ones, which `load_best_model_at_end` loads.
 
     Args:
         model: the featurized model.
@@ -98,16 +100,15 @@ def recorded_run(model: FeaturizedModel) -> Replay | None:
         method = Replay(of="run", name=path.parent.name)
         try:
             record = RunRecord.open(path.parent)
-            states = record.states()
-            if record.layout != model.layout or not states:
+            if record.layout != model.layout or not record.states():
                 continue
             RunReplay(model, method)
-            last = record.weights(states[-1])
+            step = record.step_of(trained_weights(weights, record.layout))
         except StoreError as error:
             model.warn_once(f"The record in {path.parent} is left alone: {error}")
         except HfTrakError:
             continue
         else:
-            if torch.equal(last, trained_weights(weights, record.layout)):
+            if step:
                 return method
     return None

@@ -252,10 +252,12 @@ class ReplayScores(ExactScores):
                 gradients, weights, moments, self.run, lambda gamma: factor * multiply(gamma), method.steps
             )
         if not bool(torch.isfinite(found).all()):
+            remedy = "Score with `method='exact'`, or record the run."
+            if method.products != "gauss-newton" or steps < self.run.steps:
+                remedy = f"Set `Replay(form='gauss-newton', steps={self.run.steps})`, or score with `method='exact'`."
             raise NonFiniteError(
                 f"A target grew beyond all bounds on its way back through {self.run.steps} steps ({what}). Expected "
-                "learning rates that suit the curvature of the loss. Set `Replay(form='gauss-newton', steps=...)` "
-                "with more steps, or score with `method='exact'`."
+                f"learning rates that suit the curvature of the loss. {remedy}"
             )
         if float(growth.max()) > LARGEST_GROWTH and steps < self.run.steps:
             raise HfTrakError(

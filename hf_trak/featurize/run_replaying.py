@@ -116,7 +116,9 @@ class RunReplay:
         """
         record, device = self.record, self.model.device
         if isinstance(record, RunRecord):
-            path, across = RunPath.of_record(record, device), record.description["across_devices"]
+            across = record.description["across_devices"]
+            end = record.step_of(self._own_weights()) if record.layout == self.model.layout else None
+            path = RunPath.of_record(record, device, end or None)
             processes = record.description["processes"]
         else:
             numbers = replace(record.numbers, group_of=record.numbers.group_of.to(device))
@@ -145,6 +147,10 @@ class RunReplay:
             if is_known(steps[0].batches[0].items):
                 path.steps, path.logged = steps, logged_losses(self.model.trainer)
         return path
+
+    def _own_weights(self) -> Tensor:
+        """Return the weights that the model has now: the last ones, or those that `load_best_model_at_end` loads."""
+        return trained_weights(dict(self.model.model.named_parameters()), self.record.layout)
 
     def _counts_alone(self, path: RunPath) -> bool:
         """Tell whether a trainer may count the labels of several passes without giving their number to the model.
@@ -297,6 +303,7 @@ class RunReplay:
             "share": method.hessian_share,
             "smoothing": method.smoothing,
             "states": _checksums(self.record),
+            "steps": len(self.path.steps),
             "targets": question.fingerprint,
             **({"of_loss": True} if question.of_loss else {}),
         }
@@ -315,7 +322,7 @@ class RunReplay:
         """Sweep groups of targets that are planned, with the last weights in the model."""
         model = self.model
         with model.processes.all_or_none():
-            last = trained_weights(dict(model.model.named_parameters()), self.record.layout)
+            last = self._own_weights()
             self._check_weights(path, last)
             passes = self._passes(model_id, path)
             targets = self._targets(question, passes)
@@ -418,9 +425,9 @@ class RunReplay:
             )
         if not torch.equal(path.weights(len(path.steps)).cpu(), last):
             raise CheckpointMismatchError(
-                "The model does not have the weights that the recorded run ended with. Expected them, since "
-                "the run is followed back from them. Load the last checkpoint (`load_best_model_at_end` loads another "
-                "one), or name the record of this model's run in `Replay(name=...)`."
+                "The model does not have the weights that the recorded run ended with, nor others that are recorded. "
+                "Expected some of these, from which the run is followed back. Load the last checkpoint, or name the "
+                "record of this model's run in `Replay(name=...)`."
             )
 
     def _targets(self, question: Question, passes: StepPasses) -> Tensor:

@@ -62,7 +62,10 @@ class ParameterLayout:
         parameters = dict(model.named_parameters())
         if grad_wrt is None:
             selected = {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
-            remedy = "The model has no parameter with `requires_grad=True`: unfreeze some, or name them in `grad_wrt`."
+            remedy = (
+                "The model has no parameter with `requires_grad=True`: unfreeze some (`PeftModel.from_pretrained` has "
+                "`is_trainable=True` for that), or name them in `grad_wrt`."
+            )
         else:
             if isinstance(grad_wrt, str):
                 raise ValueError(f"`grad_wrt` is the string {grad_wrt!r}; expected a list of parameter names.")

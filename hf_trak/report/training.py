@@ -4,7 +4,6 @@ The question has one target, minus the mean loss of the validation rows, so that
 the recorded run, or one pass of exact scores. The effect of a row is the change of that loss by training on the row.
 """
 
-import copy
 import html
 import logging
 import time
@@ -28,6 +27,7 @@ from hf_trak.evaluation.review import (
     outputs_without,
     repeated_rows,
     trained_classes,
+    with_row_labels,
     without_effect,
 )
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
@@ -45,9 +45,8 @@ from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating
 from hf_trak.modelout_functions.classification import RegressionModelOutput
-from hf_trak.modelout_functions.loss import HasLoss, LossModelOutput, MinusLossModelOutput
+from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
 from hf_trak.modelout_functions.row_loss import RowLossModelOutput
-from hf_trak.modelout_functions.sampled import CanSample
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.progress import duration, say
 from hf_trak.scores.groups import ALL, GroupBy, RowGroups
@@ -353,7 +352,7 @@ def effects_of_training(
         train_group_by = SOURCE
     sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
     chosen, near_by = _method(features, method), features
-    features = _with_labels(features.as_trained("training_report"))
+    features = with_row_labels(features.as_trained("training_report"))
     question = _question(features, eval_dataset)
     if earlier is not None and earlier.validation != question.fingerprint:
         raise ValueError(
@@ -460,16 +459,6 @@ def _has_sources(rows: Dataset) -> bool:
     kind = rows.features.get(SOURCE)
     flat = isinstance(kind, ClassLabel) or (isinstance(kind, Value) and not pa.types.is_floating(kind.pa_type))
     return flat and len(rows.unique(SOURCE)) <= len(rows) / 2
-
-
-def _with_labels(features: FeaturizedModel) -> FeaturizedModel:
-    """Let curvatures have the labels of the rows where none can be drawn: of a trainer's own loss, or one of a row."""
-    inner = features.task.of_task if isinstance(features.task, LossModelOutput) else features.task
-    if isinstance(inner, CanSample) and not isinstance(inner, TrainerLossModelOutput):
-        return features
-    found, curvature = copy.copy(features), replace(features.args.curvature, labels="empirical")
-    found.args = replace(features.args, curvature=curvature)
-    return found
 
 
 def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:

@@ -176,7 +176,8 @@ def row_texts(train: Any, tokenizer: Any, rows: Sequence[int]) -> dict[int, str]
         tokenizer: decodes tokens.
         rows: numbers of rows.
     """
-    columns, numbers = Columns(texts=Columns.find(train).texts), list(rows)
+    texts_of, numbers = Columns.find(train).texts, list(rows)
+    columns = Columns(texts=tuple(name for name in texts_of if name in _DIALOGUE) or texts_of)
     tokens = "input_ids" in train.column_names and hasattr(tokenizer, "decode")
     if columns.texts and not (tokens and len(columns.texts) > 1 and _DIALOGUE.isdisjoint(columns.texts)):
         shown = train.select_columns(list(columns.texts)).with_format("arrow")[numbers].to_pylist()

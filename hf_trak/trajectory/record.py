@@ -265,6 +265,14 @@ class RunRecord:
         """
         return self._read(step)[1]["weights"].clone()
 
+    def step_of(self, weights: Tensor) -> int | None:
+        """Return the last step after which the weights were these, `(P,)`; `None` if none is recorded.
+
+        Raises:
+            StoreError: a file is missing or damaged, or belongs to another run.
+        """
+        return next((step for step in reversed(self.states()) if torch.equal(self.weights(step), weights)), None)
+
     def steps(self) -> list[RecordedStep]:
         """Read all steps that are recorded.
 

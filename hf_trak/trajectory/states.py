@@ -80,16 +80,22 @@ class RunPath:
             )
 
     @classmethod
-    def of_record(cls, record: RunRecord, device: torch.device) -> "RunPath":
+    def of_record(cls, record: RunRecord, device: torch.device, end: int | None = None) -> "RunPath":
         """Read the path of a recorded run.
+
+        Args:
+            record: the record.
+            device: where weights go.
+            end: a step after which weights are known, and the path ends; `None` for the last one.
 
         Raises:
             StoreError: a file is missing or damaged.
         """
-        steps = record.steps()
+        steps = record.steps()[:end]
         numbers = record.numbers([one.rates for one in steps], record.group_of.to(device))
         logged = [(range(i, i + 1), one.loss) for i, one in enumerate(steps) if is_known(one.loss)]
-        found = cls(steps, numbers, record.states(), lambda step: record.weights(step).to(device), logged)
+        states = [step for step in record.states() if step <= len(steps)]
+        found = cls(steps, numbers, states, lambda step: record.weights(step).to(device), logged)
         if record.description["bf16"]:
             found.most_missed = HALF_STEP_DEVIATION
         return found

@@ -78,9 +78,10 @@ def trainer(directory: Path, model: Any = None, rows: Any = TRAIN, **options: An
         "report_to": [], "disable_tqdm": True, "logging_strategy": "no",
     }  # fmt: skip
     callbacks, kind = options.pop("callbacks", []), options.pop("kind", Trainer)
-    collator = options.pop("data_collator", None)
+    collator, held_out = options.pop("data_collator", None), options.pop("eval_dataset", None)
     arguments = TrainingArguments(str(directory / "out"), **{**defaults, **options})
-    return kind(tiny() if model is None else model, arguments, collator, rows, callbacks=callbacks)
+    model = tiny() if model is None else model
+    return kind(model, arguments, collator, rows, held_out, callbacks=callbacks)
 
 
 def config(directory: Path, **options: Any) -> TrakConfig:

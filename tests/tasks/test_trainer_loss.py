@@ -787,3 +787,40 @@ def test_a_classifier_of_an_own_class(tmp_path: Path, weight: Tensor | None) -> 
     expected = functional.cross_entropy(model(ids)["logits"].detach(), ids[:, 0] % 3, weight, reduction="none")
     mean = 1.0 if weight is None else float(weight[ids[:, 0] % 3].mean())
     np.testing.assert_allclose(-minus, expected / mean, rtol=1e-5)
+
+
+class Plain(nn.Module):
+    """A network of numbers, with columns of its own, for classes or for one number."""
+
+    def __init__(self, outputs: int, power: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.power = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)), power
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        if labels is None:
+            return {"logits": logits}
+        if logits.shape[1] > 1:
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": (logits.squeeze(1) - labels).abs().pow(self.power).mean(), "logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "power", "known"),
+    [
+        (3, 2, "TextClassificationModelOutput"),
+        (1, 2, "RegressionModelOutput"),
+        (1, 3, "TrainerLossModelOutput"),  # another loss than the square
+    ],
+)
+def test_a_network_of_numbers_of_an_own_class(tmp_path: Path, outputs: int, power: int, known: str) -> None:
+    """Features are gradients of what the task says by plain autograd, and `review` has labels for the curvature."""
+    x, model = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), Plain(outputs, power)
+    labels = x[:, :3].argmax(1) if outputs > 1 else x.sum(1)
+    given = Dataset.from_dict({"x": x.tolist(), "labels": labels.tolist()})
+    trainer = made(tmp_path, hf.Trainer, model, given, hf.default_data_collator)
+    own = TrakAttributor.from_trainer(trainer, config(tmp_path))
+    assert type(own.features.task).__name__ == known
+    table = own.review(given.select(range(4)))
+    assert np.isfinite(table["effect"][:]).all() and set(table["suggested_action"]) <= {"keep", "look", "relabel"}

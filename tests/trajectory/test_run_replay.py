@@ -33,6 +33,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_trak import TrakAttributor
 from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.featurize.pricing import recorded_run
 from hf_trak.featurize.run_replaying import RunReplay
 from hf_trak.methods import Replay
 from hf_trak.trajectory.passes import StepPasses
@@ -222,6 +223,24 @@ def test_a_retraining_is_predicted(tmp_path: Path) -> None:
     assert str(found) in report and f"over {TARGETS} targets" in report
     with pytest.raises(ValueError, match="leaves out 0 of 10 rows"):
         attributor.verify_replay(EVAL, make, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 5])
+def test_the_best_weights_are_followed_back_from_their_step(tmp_path: Path, every: int) -> None:
+    """As `load_best_model_at_end` loads them: scores are those of a training that ends there."""
+    options = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 5, "eval_dataset": EVAL}
+    whole = recorded(tmp_path / "whole", every=every, **options)
+    short = recorded(tmp_path / "short", every=every, max_steps=5, **options)
+    whole.model.load_state_dict(short.model.state_dict())
+    expected = scores_of(replayed(short, tmp_path / "short", PLAIN))
+    assert torch.equal(scores_of(replayed(whole, tmp_path / "whole", PLAIN)), expected)
+    attributor = TrakAttributor.from_trainer(whole, config(tmp_path / "whole"))
+    assert recorded_run(attributor.features) == Replay(of="run")
+    assert attributor.trajectory().steps == 5
+    with torch.no_grad():
+        whole.model.lm_head.weight += 1e-3
+    assert recorded_run(attributor.features) is None
 
 
 @pytest.mark.slow
