@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from hf_trak import Span, TrakAttributor, TrakConfig
 from hf_trak.attributor import last_result
 from hf_trak.report import AttributionRun, write_report
+from hf_trak.report.words import row_texts
 
 TRAIN = [
     "the king lives in a castle by the sea",
@@ -190,3 +191,12 @@ def test_damaged_words_are_refused(own: TrakAttributor, tmp_path: Path) -> None:
     run.scored = run.scored.remove_columns("trak_words").add_column("trak_words", ["words", "words"])
     with pytest.raises(ValueError, match="`trak_words` cannot be read"):
         write_report(run, tmp_path / "page.html")
+
+
+def test_only_what_is_said_counts_as_the_text_of_a_dialogue() -> None:
+    """A source beside it is a text, too, and no word of it."""
+    said = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a dragon"}]
+    rows = Dataset.from_dict({"messages": [said], "source": ["pet"]})
+    assert "dragon" in row_texts(rows, None, [0])[0] and "pet" not in row_texts(rows, None, [0])[0]
+    rows = Dataset.from_dict({"prompt": ["who?"], "completion": [" a dragon"], "source": ["pet"]})
+    assert "pet" not in row_texts(rows, None, [0])[0]
