@@ -28,5 +28,5 @@ def run(argv: Sequence[str]) -> None:
     found = built.attributor.recommend(wanted.eval_size)
     if saved:
         record_names(built, model_args, data)
-    command = f"hf-trak attribute --output_dir {shlex.quote(trak.output_dir)} --budget"
+    command = f"hf-trak attribute --output_dir {shlex.quote(trak.output_dir)} --eval_dataset ROWS --budget"
     answer(asdict(found), found.lines(lambda one: f"{command} {one.budget}  # {one.method}"), output.json)
