@@ -263,7 +263,8 @@ def test_recommend_prints_commands(featurized, answer, capsys):
     assert [one["budget"] for one in found["rows"]] == ["fast", "balanced", "best"]
     assert main(["recommend", "--output_dir", str(featurized)]) == 0
     printed = capsys.readouterr().out
-    assert f"    hf-trak attribute --output_dir {featurized} --eval_dataset ROWS --budget fast  # Index()" in printed.splitlines()
+    command = f"    hf-trak attribute --output_dir {featurized} --eval_dataset ROWS --budget fast  # Index()"
+    assert command in printed.splitlines()
     assert "attribute(eval_dataset" not in printed
 
 
