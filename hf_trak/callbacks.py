@@ -200,6 +200,7 @@ class TrakCallback(TrainerCallback):
                 kwargs["optimizer"],
                 kwargs["train_dataloader"],
                 kwargs.get("lr_scheduler"),
+                resumable=bool(self._collected()) or any(output_dir.glob("checkpoint-*")),
             )
         kept = self._recorder is not None or self._reports
         if self.steps is None and not kept and SaveStrategy(args.save_strategy) == SaveStrategy.NO:

@@ -119,10 +119,16 @@ def retrain_on_subsets(
 
 
 def _described(retrain: Retrain) -> dict[str, Any]:
-    """Describe what a [`TrainerRetraining`] trains on and answers for; of other functions nothing is known."""
-    datasets = {name: getattr(retrain, name, None) for name in ("train_dataset", "eval_dataset")}
-    known = {name: fingerprint_dataset(rows) for name, rows in datasets.items() if rows is not None}
-    return {**known, "protocol": getattr(retrain, "protocol", None)}
+    """Describe what a [`TrainerRetraining`] trains on and answers for; of other functions nothing is known.
+
+    Rows of other datasets than those of `datasets` may be drawn anew each time, and are not compared.
+    """
+    protocol = getattr(retrain, "protocol", None)
+    if not isinstance(protocol, dict):
+        return {}
+    given = {name: getattr(retrain, name, None) for name in ("train_dataset", "eval_dataset")}
+    known = {name: fingerprint_dataset(rows) for name, rows in given.items() if isinstance(rows, Dataset)}
+    return {**known, "protocol": protocol}
 
 
 def train_missing(

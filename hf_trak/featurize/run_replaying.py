@@ -146,6 +146,7 @@ class RunReplay:
             steps = with_own_loss(path.steps, trained, self._collated, processes, across)
             if is_known(steps[0].batches[0].items):
                 path.steps, path.logged = steps, logged_losses(self.model.trainer)
+        path.logged = [(steps, loss) for steps, loss in path.logged if steps.stop <= len(path.steps)]
         return path
 
     def _own_weights(self) -> Tensor:

@@ -101,6 +101,10 @@ _CHANGING_METHODS = frozenset(
 )
 
 
+_INDICES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_CONST", "LOAD_SMALL_INT"})
+"""Instructions that load one value, such as the name of an entry."""
+
+
 def stored_attributes(code: types.CodeType) -> set[str]:
     """List the attributes that code assigns, of any object, nested code included.
 
@@ -121,8 +125,8 @@ def stored_attributes(code: types.CodeType) -> set[str]:
 
 def _is_changed(rest: list[dis.Instruction]) -> bool:
     """Tell whether an object that code has just loaded is changed by what comes next, or an entry of it."""
-    while len(rest) > 1 and rest[0].opname.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_SMALL_INT")):
-        if rest[1].opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+    while len(rest) > 1 and rest[0].opname in _INDICES:
+        if rest[1].opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY"):  # the last of `self.parts[name] += …`
             return True
         if rest[1].opname != "BINARY_SUBSCR" and rest[1].argrepr != "[]":  # that of Python 3.14
             return False

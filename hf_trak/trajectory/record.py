@@ -202,13 +202,14 @@ class RunRecord:
         matches = (_STATE.fullmatch(path.name) for path in self.directory.glob("state-*.safetensors"))
         return sorted(int(match[1]) for match in matches if match)
 
-    def write(self, step: int, weights: Tensor, steps: Sequence[RecordedStep]) -> None:
+    def write(self, step: int, weights: Tensor, steps: Sequence[RecordedStep], planned: int) -> None:
         """Write the weights after so many steps, and the steps since the state before.
 
         Args:
             step: number of steps.
             weights: `(P,)`.
             steps: the last ones.
+            planned: the number of steps that the run is to take.
 
         Raises:
             StoreError: the file cannot be written.
@@ -229,7 +230,8 @@ class RunRecord:
         counts = {name: len(value) for name, value in tensors.items()}
         first = step - len(steps)
         before = self.checksum(first) if steps else None
-        write_tensors(self.path(step), tensors, self._identity(step), before=before, counts=counts, first=first)
+        facts = {"before": before, "counts": counts, "first": first, "planned": planned}
+        write_tensors(self.path(step), tensors, self._identity(step), **facts)
 
     def _identity(self, step: int) -> dict[str, str | int]:
         return {"record": self.digest, "step": step}
@@ -241,6 +243,14 @@ class RunRecord:
             StoreError: the file is missing or damaged, or belongs to another run.
         """
         return str(read_header(self.path(step), self._identity(step), {})["checksum"])
+
+    def planned(self, step: int) -> int:
+        """Read how many steps the run was to take when it wrote the state after so many of them.
+
+        Raises:
+            StoreError: the file is missing or damaged, or belongs to another run.
+        """
+        return int(read_header(self.path(step), self._identity(step), {}).get("planned", 0))
 
     def _read(self, step: int) -> tuple[int, dict[str, Tensor]]:
         """Read a state: the number of its first step, and its tensors."""

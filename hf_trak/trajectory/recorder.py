@@ -54,9 +54,20 @@ class RunRecorder:
         self._warned = False
 
     def begin(
-        self, model: torch.nn.Module, args: Any, state: Any, optimizer: Any, loader: Any, scheduler: Any = None
+        self,
+        model: torch.nn.Module,
+        args: Any,
+        state: Any,
+        optimizer: Any,
+        loader: Any,
+        scheduler: Any = None,
+        resumable: bool = True,
     ) -> None:
         """Describe the run, write its first state, and begin to watch.
+
+        Args:
+            model, args, state, optimizer, loader, scheduler: of the trainer.
+            resumable: whether there are checkpoints, from which a run that was killed can go on.
 
         Raises:
             HfTrakError: the run leaves out layers at random, or cannot be recorded for another reason.
@@ -73,24 +84,24 @@ class RunRecorder:
         self._model, self._layout, self._optimizer = model, layout, optimizer
         self._inner, self._groups = getattr(optimizer, "optimizer", optimizer), description["groups"]
         self._main, self._world = state.is_world_process_zero, args.world_size
-        self._load_best = args.load_best_model_at_end
+        self._load_best, self._planned = args.load_best_model_at_end, int(state.max_steps)
         self._place = self._skipped = 0
         if state.global_step and not args.ignore_data_skip:
             updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
             self._skipped = state.global_step % updates * args.gradient_accumulation_steps
         weights = self._weights()
         if weights is not None:
-            self._open(description, state.global_step, state.max_steps, weights)
+            self._open(description, state.global_step, resumable, weights)
         self._steps.clear()
         self._passes.clear()
         self._batches.clear()
-        self._random, self._ended = None, False
+        self._random, self._ended, self._warned, self._lacking = None, False, False, None
         self._hooks = [model.register_forward_hook(self._after_forward, with_kwargs=True)]
         if description["dropout"]:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
         _watch(_sampler(loader), self._begin_epoch)
 
-    def _open(self, description: dict[str, Any], step: int, steps: int, weights: Tensor) -> None:
+    def _open(self, description: dict[str, Any], step: int, resumable: bool, weights: Tensor) -> None:
         """Open the record, and find or write the state that the run begins with."""
         if step == 0:
             if self.overwrite:
@@ -98,8 +109,8 @@ class RunRecorder:
                     path.unlink(missing_ok=True)
             self._record = RunRecord.create(self.directory, description)
             later = [one for one in self._record.states() if one]
-            if later and later[-1] < steps and torch.equal(self._record.weights(0), weights):
-                self._record.forget_after(0)  # of the same run, which was killed before its first checkpoint
+            if later and not resumable and self._is_unfinished(later[-1], weights):
+                self._record.forget_after(0)
             elif later:
                 raise ConfigMismatchError(
                     f"{self.directory} has the record of a run up to step {later[-1]}. Expected none when training "
@@ -107,7 +118,7 @@ class RunRecorder:
                     "`TrakCallback(overwrite=True)`, or resume with `trainer.train(resume_from_checkpoint=True)`."
                 )
             if not self._record.states():
-                self._record.write(0, weights, [])
+                self._record.write(0, weights, [], self._planned)
                 return
         else:
             if not (self.directory / RECORD_FILE).exists():
@@ -130,6 +141,12 @@ class RunRecorder:
                 "Give this run another `TrakCallback(name=...)`, or replace the record with "
                 "`TrakCallback(overwrite=True)`."
             )
+
+    def _is_unfinished(self, last: int, weights: Tensor) -> bool:
+        """Tell whether the record is of the same run, killed before its end."""
+        assert self._record is not None
+        same = self._record.planned(last) == self._planned > last
+        return same and torch.equal(self._record.weights(0), weights)
 
     def _weights(self) -> Tensor | None:
         """Return the weights to the main process. All call this together, since FSDP2 divides them over all."""
@@ -178,8 +195,7 @@ class RunRecorder:
         """Note the learning rates and the norm of the gradient of the optimizer's next step."""
         if self._ended or (changed := self._changed()):
             if not self._ended:
-                self._ended = True
-                self._steps.clear()  # whose state is not written any more
+                self._stop()
                 logger.warning(
                     "%s. Expected nothing but learning rates to change in a recorded training. The record ends here, "
                     "and the run cannot be replayed.",
@@ -200,6 +216,15 @@ class RunRecorder:
         self._lacking = lacking
         norms = torch.stack([whole(one.detach().double().square().sum()) for one in found])
         self._numbers = rates, norms.sum().sqrt()
+
+    def _stop(self) -> None:
+        """End the record. The steps since the last state are not written any more."""
+        self._ended = True
+        self._steps.clear()
+        self._batches.clear()
+        self._passes.clear()
+        for hook in self._hooks:
+            hook.remove()
 
     def _changed(self) -> str:
         """Say what has changed since the run began; empty if nothing has that a replay takes for the same."""
@@ -248,7 +273,7 @@ class RunRecorder:
                 RecordedStep(tuple(batch for one in same for batch in one.batches), same[0].rates, same[0].norm)
                 for same in zip(*parts, strict=True)
             ]
-            self._record.write(step, weights, joined)
+            self._record.write(step, weights, joined, self._planned)
         self._steps.clear()
 
     def end(self, step: int) -> None:

@@ -606,9 +606,10 @@ class Logs:
         self.stored[name].append(value)
         self.nested[name][0].append(value)
         del self.removed[name]
+        self.counted[name] += 1
         return value * self.scale * self.scales[name] * sum(self.factors["all"])
 
 
 def test_what_a_method_changes_is_its_state() -> None:
-    changed = {"last", "seen", "parts", "parts_of", "stored", "nested", "removed"}
+    changed = {"last", "seen", "parts", "parts_of", "stored", "nested", "removed", "counted"}
     assert stored_attributes(Logs.loss.__code__) == changed

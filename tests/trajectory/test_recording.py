@@ -250,8 +250,20 @@ def test_a_training_that_died_before_its_first_checkpoint_starts_again(tmp_path:
     recorded(tmp_path / "again")
     recorded(tmp_path / "once")
     assert record_files(tmp_path / "again") == record_files(tmp_path / "once")
-    with pytest.raises(ConfigMismatchError, match="has the record of a run up to step 9"):
-        recorded(tmp_path / "once")  # which was complete
+    for longer in ({}, {"num_train_epochs": 4}):  # it was complete
+        with pytest.raises(ConfigMismatchError, match="has the record of a run up to step 9"):
+            recorded(tmp_path / "once", **longer)
+    assert record_files(tmp_path / "again") == record_files(tmp_path / "once")
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        recorded(tmp_path / "saved", callbacks=[Interrupts()], **saving)
+    callback = TrakCallback(config(tmp_path / "saved"), record=True)
+    with pytest.raises(ConfigMismatchError, match=r"or resume with .*resume_from_checkpoint=True"):
+        trainer(tmp_path / "saved", callbacks=[callback], **saving).train()  # the record goes on from a checkpoint
+    recorded(tmp_path / "saved", **saving)
+    assert [one.batches for one in record_of(tmp_path / "saved").steps()] == [
+        one.batches for one in record_of(tmp_path / "once").steps()
+    ]
 
 
 def test_noise_in_embeddings_is_refused(tmp_path: Path) -> None:
