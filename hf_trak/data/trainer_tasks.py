@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,25 @@ def _guessed(trainer: Any, model: torch.nn.Module, first: FirstRows) -> str | No
             of.per_sample_loss(call_model(model, None, None, *of.model_inputs(first.alone[0])), first.alone[0])
     except _ERRORS:
         return None
-    return name if _difference(trainer, model, of, first) is None else None
+    if _difference(trainer, model, of, first) is not None:
+        return None
+    # Rows that a model fits well do not tell a square from another loss, nor classes from weighted ones.
+    own, rows = TrainerLossModelOutput(trainer), [*first.alone, *_relabelled(first.alone)]
+    own.bind(model)
+    try:
+        with evaluating(model):
+            found, known = _losses(own, of, model, rows)
+    except _ERRORS:
+        return None
+    return name if _in_proportion(found, known, allowed_difference(model)) else None
+
+
+def _relabelled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give rows the classes of the others; or numbers that are far from theirs, on either side."""
+    labels = [row["labels"] for row in rows]
+    if not labels[0].is_floating_point():
+        return [{**row, "labels": label} for row, label in zip(rows, [*labels[1:], labels[0]], strict=True)]
+    return [{**row, "labels": row["labels"] + by * (1 + row["labels"].abs())} for row in rows for by in (-10, 1, 100)]
 
 
 def _of_a_known_loss(trainer: Any, rows: Any, given: Task | None, why: str | None) -> Task:
@@ -186,25 +204,36 @@ def _difference(trainer: Any, model: torch.nn.Module, of: Any, first: FirstRows)
     own = TrainerLossModelOutput(trainer)
     own.bind(model)
     of.bind(model)
-    found, known, labels = [], [], []
+    labels = [max(1, int((one["labels"] != -100).sum())) if "labels" in one else 1 for one in first.alone]
     try:
         with evaluating(model):
-            for single in first.alone:
-                found.append(float(own.computed(model, single)))
-                output = call_model(model, None, None, *of.model_inputs(single))
-                known.append(float(of.per_sample_loss(output, single)))
-                labels.append(max(1, int((single["labels"] != -100).sum())) if "labels" in single else 1)
+            found, known = _losses(own, of, model, first.alone)
     except _ERRORS as error:
         logger.warning("The loss of the trainer could not be compared with the task of the model: %s", error)
         return None
     allowed = allowed_difference(model)
     for weights in ([1] * len(found), labels):  # sums over labels, or means of them
-        pairs = zip(found, known, weights, strict=True)
-        # losses that are not finite have their rows named when it comes to them
-        ratios = [one * weight / other for one, other, weight in pairs if math.isfinite(one) and other]
-        if not ratios or not max(ratios) - min(ratios) > allowed * max(map(abs, ratios)):
+        if _in_proportion([one * weight for one, weight in zip(found, weights, strict=True)], known, allowed):
             return None if _is_of_transformers(model) else _weighed_otherwise(own, model, first, weights)
     return f"rows have the losses {found}, and not {known}"
+
+
+def _losses(
+    own: TrainerLossModelOutput, of: Any, model: torch.nn.Module, rows: Sequence[dict[str, Any]]
+) -> tuple[list[float], list[float]]:
+    """Compute the losses of rows by the trainer, and by a task."""
+    found, known = [], []
+    for single in rows:
+        found.append(float(own.computed(model, single)))
+        output = call_model(model, None, None, *of.model_inputs(single))
+        known.append(float(of.per_sample_loss(output, single)))
+    return found, known
+
+
+def _in_proportion(found: Sequence[float], known: Sequence[float], allowed: float) -> bool:
+    """Tell whether losses have one ratio. Those that are not finite have their rows named when it comes to them."""
+    ratios = [one / other for one, other in zip(found, known, strict=True) if math.isfinite(one) and other]
+    return not ratios or not max(ratios) - min(ratios) > allowed * max(map(abs, ratios))
 
 
 def _is_of_transformers(model: torch.nn.Module) -> bool:

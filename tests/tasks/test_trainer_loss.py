@@ -803,7 +803,10 @@ class Plain(nn.Module):
             return {"logits": logits}
         if logits.shape[1] > 1:
             return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-        return {"loss": (logits.squeeze(1) - labels).abs().pow(self.power).mean(), "logits": logits}
+        errors = (logits.squeeze(1) - labels).abs()
+        if self.power == 1:  # a square of small errors alone
+            return {"loss": functional.huber_loss(errors, torch.zeros_like(errors), delta=5.0), "logits": logits}
+        return {"loss": errors.pow(self.power).mean(), "logits": logits}
 
 
 @pytest.mark.parametrize(
@@ -812,6 +815,7 @@ class Plain(nn.Module):
         (3, 2, "TextClassificationModelOutput"),
         (1, 2, "RegressionModelOutput"),
         (1, 3, "TrainerLossModelOutput"),  # another loss than the square
+        (1, 1, "TrainerLossModelOutput"),
     ],
 )
 def test_a_network_of_numbers_of_an_own_class(tmp_path: Path, outputs: int, power: int, known: str) -> None:
