@@ -116,6 +116,12 @@ def mislabel_detection(
     )
 
 
+def _is_class(label: Any) -> bool:
+    """Tell whether a label is one class: a text, or a whole number that no loss ignores."""
+    whole = isinstance(label, int) or (isinstance(label, float) and label.is_integer())
+    return isinstance(label, str) or (whole and label != IGNORED)
+
+
 def with_wrong_labels(
     dataset: Dataset, fraction: float, label_column: str = "labels", seed: int = 0
 ) -> tuple[Dataset, np.ndarray]:
@@ -141,7 +147,7 @@ def with_wrong_labels(
     if label_column not in dataset.column_names:
         raise ValueError(f"`label_column` is {label_column!r}. Expected one of {dataset.column_names}.")
     labels: list[Any] = list(dataset.with_format(None)[label_column])
-    odd = next((row for row, one in enumerate(labels) if one == IGNORED or not isinstance(one, int | str)), None)
+    odd = next((row for row, one in enumerate(labels) if not _is_class(one)), None)
     if odd is not None:
         raise ValueError(
             f"Row {odd} has {labels[odd]!r:.80} in `{label_column}`. Expected one class in every row, a number or a "

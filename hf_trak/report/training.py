@@ -121,14 +121,17 @@ class LossProof(Result):
 
     @property
     def verdict(self) -> str:
-        """Say whether leaving out the most harmful rows did more for the loss than leaving out random ones."""
-        found = "no more than"
+        """Say whether the model is better without the most harmful rows than without random ones."""
+        found = "no better"
         if self.difference.high < 0:
-            found = "more than"
+            found = "better"
         elif self.difference.low > 0:
-            found = "less than"
-        advice = "" if found == "more than" else " Do not remove rows by these effects."
-        return f"Leaving out the rows named most harmful helped {found} leaving out random ones.{advice}"
+            found = "worse"
+        advice = "" if found == "better" else " Do not remove rows by these effects."
+        return (
+            f"Without the rows named most harmful the model is {found} than without random ones, in this one "
+            f"comparison.{advice}"
+        )
 
     def __str__(self) -> str:
         return (
@@ -588,5 +591,9 @@ def _cell(text: str) -> str:
 def _described(method: Exact | Replay) -> str:
     """Say how effects were computed."""
     if isinstance(method, Replay):
-        return f"replay of the {'recorded run' if method.of == 'run' else 'recipe'}"
+        if method.of == "recipe":
+            return "replay of the recipe"
+        form = ", Gauss-Newton" if method.products == "gauss-newton" else ""
+        share = f", {method.hessian_share:.0%} of its curvature" if method.hessian_share < 1 else ""
+        return f"replay of the recorded run{form}{share}"
     return f"exact scores, {named(method)}"

@@ -293,7 +293,9 @@ def test_mislabelled_rows() -> None:
 def test_labels_alone_and_rows_without_a_class() -> None:
     alone, wrong = with_wrong_labels(Dataset.from_dict({"labels": [0, 1] * 5}), 0.2)
     assert alone.column_names == ["labels"] and len(alone) == 10 and wrong.sum() == 2
-    for odd, shown in ((None, "None"), (-100, "-100"), ([1], r"\[1\]")):
+    halves = Dataset.from_dict({"labels": [0.0, 1.0] * 5})  # as pandas stores classes beside empty cells
+    assert set(with_wrong_labels(halves, 0.2)[0]["labels"]) == {0.0, 1.0}
+    for odd, shown in ((None, "None"), (-100, "-100"), (0.5, "0.5"), ([1], r"\[1\]")):
         labels = [odd, *([[0], [1]] if isinstance(odd, list) else [0, 1])]
         with pytest.raises(ValueError, match=f"Row 0 has {shown} in `labels`"):
             with_wrong_labels(Dataset.from_dict({"labels": labels}), 0.4)
