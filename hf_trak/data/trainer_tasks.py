@@ -12,7 +12,7 @@ from hf_trak.data.preferences import PREPARED, kind_of, trainer_task
 from hf_trak.data.rows import Collator
 from hf_trak.data.trainer_rows import UNEQUAL, FirstRows, allowed_difference, check_rows, compare_modes, first_rows
 from hf_trak.modelout_functions.base import AbstractModelOutput, BatchedModelOutput, call_model
-from hf_trak.modelout_functions.batches import evaluating
+from hf_trak.modelout_functions.batches import evaluating, find_logits
 from hf_trak.modelout_functions.inference import TASKS_OF_MODELS, known_task
 from hf_trak.modelout_functions.loss import GaussNewtonModelOutput, HasLoss, LossModelOutput
 from hf_trak.modelout_functions.registry import infer_task
@@ -119,21 +119,24 @@ def _guessed(trainer: Any, model: torch.nn.Module, first: FirstRows) -> str | No
     if _difference(trainer, model, of, first) is not None:
         return None
     # Rows that a model fits well do not tell a square from another loss, nor classes from weighted ones.
-    own, rows = TrainerLossModelOutput(trainer), [*first.alone, *_relabelled(first.alone)]
+    own = TrainerLossModelOutput(trainer)
     own.bind(model)
     try:
         with evaluating(model):
+            classes = find_logits(call_model(model, None, None, *of.model_inputs(first.alone[0]))).shape[-1]
+            rows = [*first.alone, *_relabelled(first.alone, classes)]
             found, known = _losses(own, of, model, rows)
     except _ERRORS:
         return None
     return name if _in_proportion(found, known, allowed_difference(model)) else None
 
 
-def _relabelled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give rows the classes of the others; or numbers that are far from theirs, on either side."""
-    labels = [row["labels"] for row in rows]
-    if not labels[0].is_floating_point():
-        return [{**row, "labels": label} for row, label in zip(rows, [*labels[1:], labels[0]], strict=True)]
+def _relabelled(rows: Sequence[dict[str, Any]], classes: int) -> list[dict[str, Any]]:
+    """Give a row every class, or up to 64 of them; or rows numbers that are far from theirs, on either side."""
+    label = rows[0]["labels"]
+    if not label.is_floating_point():
+        some = range(0, classes, max(1, classes // 64))
+        return [{**rows[0], "labels": torch.full_like(label, one)} for one in some]
     return [{**row, "labels": row["labels"] + by * (1 + row["labels"].abs())} for row in rows for by in (-10, 1, 100)]
 
 

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from hf_trak.data.columns import LABELS, is_text
 from hf_trak.data.rows import RowBatches
-from hf_trak.evaluation.intervals import ENDS, Interval, Result, scipy_stats
+from hf_trak.evaluation.intervals import ENDS, Interval, Result, checked_finite, scipy_stats
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.choosing import MINUTE, seconds_of
 from hf_trak.featurize.exact import ExactScores
@@ -493,11 +493,13 @@ def prove_removal(rows: ArrayLike, retraining: Retrains, seed: int = 0, draws: i
 
     Raises:
         ValueError: there are no rows, too many, or too few draws.
+        NonFiniteError: a training has diverged.
         ImportError: scipy is not installed.
     """
     quantile = scipy_stats().t.ppf(ENDS[1], checked_int(draws, "draws", 2, type_error=ValueError) - 1)
     chosen = np.unique(np.asarray(rows, dtype=np.int64))
     _, without, controls = outputs_without(chosen, retraining, seed, draws)
+    without, controls = checked_finite(without, "outputs"), checked_finite(controls, "outputs")
     gains, width = without - controls.mean(0), quantile * controls.mean(1).std(ddof=1) * math.sqrt(1 + 1 / draws)
     gain = float(gains.mean())
     return RemovalProof(len(chosen), Interval(gain, gain - width, gain + width), float((gains > 0).mean()))

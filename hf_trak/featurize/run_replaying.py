@@ -143,9 +143,10 @@ class RunReplay:
             )
         elif isinstance(record, RunRecord) and self._counts_alone(path):
             trained = TrainerLossModelOutput(self.model.trainer, own)
-            steps = with_own_loss(path.steps, trained, self._collated, processes, across)
-            if is_known(steps[0].batches[0].items):
-                path.steps, path.logged = steps, logged_losses(self.model.trainer)
+            first = with_own_loss(path.steps[:1], trained, self._collated, processes, across)
+            if is_known(first[0].batches[0].items):
+                others = with_own_loss(path.steps[1:], trained, self._collated, processes, across)
+                path.steps, path.logged = [*first, *others], logged_losses(self.model.trainer)
         path.logged = [(steps, loss) for steps, loss in path.logged if steps.stop <= len(path.steps)]
         return path
 
