@@ -210,7 +210,7 @@ def _with_columns(data: Dataset, names: Sequence[str], answers: Sequence[str] = 
     if missing := [name for name in (*names, *answers) if name not in data.column_names]:
         remedy = "Rename the columns of one of them."
         if not set(missing) & set(names):
-            remedy = "Add them; `hf-trak attribute --predict` attributes what the model itself says."
+            remedy = "Add them, or let `--predict` of `hf-trak attribute` attribute what the model itself says."
         raise ValueError(
             f"The rows have the columns {data.column_names}, and not {missing}, which the training rows have. "
             f"Expected the same columns in training rows and targets. {remedy}"
