@@ -199,7 +199,7 @@ class TrakCallback(TrainerCallback):
                 state,
                 kwargs["optimizer"],
                 kwargs["train_dataloader"],
-                kwargs.get("lr_scheduler"),
+                kwargs["lr_scheduler"],
                 resumable=bool(self._collected()) or any(output_dir.glob("checkpoint-*")),
             )
         kept = self._recorder is not None or self._reports

@@ -60,8 +60,8 @@ class RunRecorder:
         state: Any,
         optimizer: Any,
         loader: Any,
-        scheduler: Any = None,
-        resumable: bool = True,
+        scheduler: Any,
+        resumable: bool,
     ) -> None:
         """Describe the run, write its first state, and begin to watch.
 
@@ -193,14 +193,15 @@ class RunRecorder:
 
     def before_update(self) -> None:
         """Note the learning rates and the norm of the gradient of the optimizer's next step."""
-        if self._ended or (changed := self._changed()):
-            if not self._ended:
-                self._stop()
-                logger.warning(
-                    "%s. Expected nothing but learning rates to change in a recorded training. The record ends here, "
-                    "and the run cannot be replayed.",
-                    changed,
-                )
+        if self._ended:
+            return
+        if changed := self._changed():
+            self._stop()
+            logger.warning(
+                "%s. Expected nothing but learning rates to change in a recorded training. The record ends here, "
+                "and the run cannot be replayed.",
+                changed,
+            )
             return
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         own = dict(self._model.named_parameters())
