@@ -29,7 +29,11 @@ def class_numbers(model: Any, rows: Dataset, label_column: str | None) -> dict[s
 
 
 def with_labels(rows: Dataset, column: str, ids: Mapping[str, int]) -> Dataset:
-    """Put the labels into the column `labels`, as the numbers that belong to the names of their classes."""
+    """Put the labels into the column `labels`, as the numbers that belong to the names of their classes.
+
+    Raises:
+        ValueError: if there is a column `labels` beside the given one, or a label is not the name of a class.
+    """
     if column != "labels":
         if "labels" in rows.column_names:
             raise ValueError(f"`label_column` is {column!r}, but there is a column `labels` too. Remove one of them.")
