@@ -6,13 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
 from hf_trak.cli.named_models import load_model
 from hf_trak.cli.parser import ModelArguments
 from hf_trak.featurize.featurized import FeaturizedModel
+from hf_trak.featurize.pricing import recorded_run
 from hf_trak.trajectory.hyperparameters import hyperparameters
+from hf_trak.trajectory.record import RunRecord
 
 STATE = "trainer_state.json"
 """File of a checkpoint directory with the steps that were taken, and what was logged."""
@@ -78,8 +81,9 @@ def trainers_from(
         come in the same order, and saves nothing.
 
     Raises:
-        ValueError: as of [`trainer_of`].
+        ValueError: as of [`trainer_of`], or a record of the run has other steps.
     """
+    _check_record(features, trainer_of(features, given, model_args.model_name_or_path))
     arguments, state = _of_run(given, model_args.model_name_or_path)
     if state is not None and not {"max_steps", "num_train_epochs"} & set(arguments):
         arguments["max_steps"] = state.max_steps
@@ -160,6 +164,23 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}. Expected an object, as a trainer saves it.")
     return found
+
+
+def _check_record(features: FeaturizedModel, trainer: Trainer) -> None:
+    """Compare the steps that a trainer would take with those of the record of the run, if there is one."""
+    if (run := recorded_run(features)) is None:
+        return
+    record = RunRecord.open(features.store.output_dir / "trajectory" / run.name)
+    recorded = record.numbers([step.rates for step in record.steps()], record.group_of)
+    ours = hyperparameters(trainer, features.model, features.layout)
+    same = (ours.kind, ours.groups, ours.max_norm) == (recorded.kind, recorded.groups, recorded.max_norm)
+    near = ours.rates.shape == recorded.rates.shape and torch.allclose(ours.rates, recorded.rates, _AGREEMENT, 0.0)
+    if not same or not near:
+        raise ValueError(
+            f"The training arguments make {ours.steps} steps of {ours.kind} with {ours.groups[0]} and learning rates "
+            f"up to {ours.rates.max():.6g}, and the record of the run has {recorded.steps} of {recorded.kind} with "
+            f"{recorded.groups[0]} and up to {recorded.rates.max():.6g}. Expected the arguments of the run. {_SAY}"
+        )
 
 
 def _check_rates(rates: Tensor, state: TrainerState) -> None:

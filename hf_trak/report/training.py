@@ -6,6 +6,7 @@ the recorded run, or one pass of exact scores. The effect of a row is the change
 
 import html
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,8 @@ class LossProof(Result):
 
     Attributes:
         removed (`int`): how many rows each left out.
-        predicted (`float`): change of the validation loss without the harmful rows, by their effects.
+        predicted (`float`): change of the validation loss without the harmful rows, by their effects; NaN where these
+            are relative.
         measured (`Interval`): the same change, measured, with its interval over the validation rows.
         predicted_random (`float`): predicted change without the random rows.
         measured_random (`Interval`): measured change without them.
@@ -134,11 +136,14 @@ class LossProof(Result):
         )
 
     def __str__(self) -> str:
+        def change(measured: Interval, predicted: float) -> str:
+            said = "" if math.isnan(predicted) else f", predicted {predicted:+.3g}"
+            return f"{measured.value:+.3g} ({measured.low:+.3g} to {measured.high:+.3g}){said}"
+
         return (
-            f"without the {self.removed} most harmful rows the validation loss changes by {self.measured.value:+.3g} "
-            f"({self.measured.low:+.3g} to {self.measured.high:+.3g}), predicted {self.predicted:+.3g}; without as "
-            f"many random rows by {self.measured_random.value:+.3g} ({self.measured_random.low:+.3g} to "
-            f"{self.measured_random.high:+.3g}), predicted {self.predicted_random:+.3g}"
+            f"without the {self.removed} most harmful rows the validation loss changes by "
+            f"{change(self.measured, self.predicted)}; without as many random rows by "
+            f"{change(self.measured_random, self.predicted_random)}"
         )
 
 
@@ -249,7 +254,10 @@ class TrainingReport(Result):
             tuple(replace(one, effect=one.effect / by) for one in given) for given in (self.sources, self.labels)
         ]
         effects = self.effects / by
-        return replace(self, effects=effects, sources=groups[0], labels=groups[1], settings={}, relative=True)
+        proof = self.proof and replace(self.proof, predicted=math.nan, predicted_random=math.nan)
+        return replace(
+            self, effects=effects, sources=groups[0], labels=groups[1], settings={}, proof=proof, relative=True
+        )
 
     @property
     def rough_doubts(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def _proof(report: TrainingReport) -> list[dict[str, Any]]:
 
     def view(name: str, predicted: float, measured: Interval) -> dict[str, Any]:
         interval = f"({signed(measured.low)} to {signed(measured.high)})"
-        return {**_change(measured.value), "name": name, "predicted": signed(predicted), "interval": interval}
+        known = "" if isnan(predicted) else signed(predicted)
+        return {**_change(measured.value), "name": name, "predicted": known, "interval": interval}
 
     return [
         view("the most harmful rows", proof.predicted, proof.measured),

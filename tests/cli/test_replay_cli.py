@@ -164,3 +164,6 @@ def test_the_report_of_a_training_and_its_proof(trainer: Trainer, capsys: pytest
     assert found["report"] == str(Path("trak", "training_report.html")) and "From a shell" in page and "Proof" in page
     assert main([*ask, "--prove_from", "model"]) != 0
     assert "the run's `learning_rate` is not known" in capsys.readouterr().err
+    Path("other.json").write_text(json.dumps({**json.loads(Path("args.json").read_text()), "adam_beta2": 0.98}))
+    assert main([*ask, "--training_args", "other.json", "--prove_from", "model"]) != 0
+    assert "the record of the run has 15 of adam" in capsys.readouterr().err

@@ -206,6 +206,7 @@ def test_a_loss_below_zero_is_called_impossible(run: PlantedRun, report: Trainin
     assert "is below 0" in wild.impossible and wild.impossible in str(wild)
     page = write_training_report(wild, run.attributor.features, tmp_path / "page.html").read_text()
     assert wild.impossible in page and "in units of the mean loss" not in page
+    assert "predicted" in str(report.proof) and "predicted" not in str(wild.proof)
 
 
 @pytest.mark.slow
