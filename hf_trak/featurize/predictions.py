@@ -18,7 +18,7 @@ from hf_trak.data.rows import attribute_of, batch_rows, row_count
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.modelout_functions.base import STACKED, call_model
-from hf_trak.modelout_functions.batches import LABEL_NAMES, class_labels, find_logits
+from hf_trak.modelout_functions.batches import LABEL_NAMES, class_labels, evaluating, find_logits
 from hf_trak.modelout_functions.classification import ClassificationModelOutput
 from hf_trak.modelout_functions.seq2seq_lm import Seq2SeqLMModelOutput
 from hf_trak.modelout_functions.token_tasks import CausalLMModelOutput
@@ -159,7 +159,7 @@ def _classes(model: FeaturizedModel, dataset: Dataset) -> list[int]:
     size, found = model.args.batch_size, dict[int, int]()
     for rows, batch in batches.iterate(batch_rows(0, len(dataset), size)):
         args, kwargs = _task_of_targets(model).model_inputs(featurizer.in_dtype_of_model(batch))
-        with pass_settings(model.model), torch.no_grad():
+        with evaluating(model.model), pass_settings(model.model):
             classes = find_logits(call_model(model.model, None, None, args, kwargs)).argmax(-1).tolist()
         found |= dict(zip(rows, classes, strict=True))
     return [found[row] for row in range(len(dataset))]  # batches may come in another order, by sizes of images
@@ -202,7 +202,7 @@ def _generated(model: FeaturizedModel, dataset: Dataset, generation: Mapping[str
     for row, prompt in enumerate(_prompts(model, dataset, causal)):
         if causal:
             _check_length(row, prompt.shape[1], generation.get("max_new_tokens", 1), positions)
-        with pass_settings(model.model), torch.no_grad():
+        with evaluating(model.model), pass_settings(model.model):
             given: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             if causal and unset and not told:  # what `generate` takes by itself, with a warning
                 left = _MOST_TOKENS if positions is None else positions - prompt.shape[1]
@@ -299,7 +299,7 @@ def _answers_to_images(model: FeaturizedModel, dataset: Dataset, generation: Map
         prompt = _prompt(batch, causal=True)
         _check_length(row, prompt.shape[1], generation.get("max_new_tokens"), positions)
         given = _prompt_inputs(batch, prompt)
-        with pass_settings(model.model), torch.no_grad():
+        with evaluating(model.model), pass_settings(model.model):
             written = model.model.generate(**{"do_sample": False, **given, **generation})[0].tolist()  # type: ignore[operator]
         answers.append(_said(model, written[prompt.shape[1] :], row))
     said = [

@@ -1,0 +1,67 @@
+"""A model in training mode, as `trainer.train()` leaves it, is asked as in evaluation mode, and left as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from digit_models import DigitNet, digits, make
+from torch import nn
+
+from hf_trak import Exact, Rerank, TrakAttributor
+from hf_trak.report import training_report
+
+ROWS, TARGETS = digits(0, 40), digits(1000, 1006)
+
+QUESTIONS: dict[str, Callable[[TrakAttributor, Path], Any]] = {
+    "index": lambda own, _: own.attribute(TARGETS, top_k=None, method="index")["trak_scores"][:],
+    "exact": lambda own, _: own.attribute(TARGETS, top_k=None, method="exact")["trak_scores"][:],
+    "hybrid": lambda own, _: own.attribute(TARGETS, top_k=None, method=Exact("hybrid"))["trak_scores"][:],
+    "refined": lambda own, _: own.attribute(TARGETS, top_k=3, method=Rerank(5, refine="cg"))["trak_scores"][:],
+    "predict": lambda own, _: own.predict(TARGETS)["labels"][:],
+    "show": lambda own, _: (own.attribute(TARGETS, top_k=2, method="index"), str(own.show(0)))[1],
+    "report": lambda own, place: (
+        own.attribute(TARGETS, top_k=2, method="index"),
+        own.report(place / "page.html").read_text("utf-8").count("predicted"),
+    )[1],
+    "training_report": lambda own, place: training_report(own.features, TARGETS, place / "training.html").losses,
+    "verify": lambda own, _: own.verify(TARGETS.select([0]), [1, 2], draws=4).change,
+    "review": lambda own, _: own.review(TARGETS)["effect"][:],
+    "self_influence": lambda own, _: own.self_influence("exact").tolist(),
+    "fidelity": lambda own, _: own.fidelity(rows=4, targets=2).scores.mean_spearman,
+    "recommend": lambda own, _: str(own.recommend(TARGETS)).count("\n"),
+    "estimate": lambda own, _: own.estimate().disk_bytes,
+}
+
+
+def noisy_net() -> DigitNet:
+    """Batches of another mode would change its outputs, and its buffers."""
+    torch.manual_seed(3)
+    net = DigitNet()
+    net.body = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16, momentum=0.9), nn.Tanh(), nn.Dropout(0.7)
+    )
+    net.head = nn.Linear(16, 10)
+    return net
+
+
+def ask(place: Path, name: str, training: bool) -> tuple[Any, dict[str, torch.Tensor], list[bool]]:
+    net = noisy_net().train(training)
+    own = make(net, place, ROWS, curvature="ekfac").featurize()
+    found = QUESTIONS[name](own, place)
+    return found, net.state_dict(), [module.training for module in net.modules()]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_mode_of_a_model_is_not_asked(tmp_path: Path, name: str) -> None:
+    before = noisy_net().state_dict()
+    expected, _, _ = ask(tmp_path / "evaluated", name, training=False)
+    found, state, modes = ask(tmp_path / "trained", name, training=True)
+    assert all(modes)
+    assert all(torch.equal(state[key], before[key]) for key in before)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert np.allclose(np.asarray(found, float), np.asarray(expected, float), rtol=1e-5, atol=1e-9)
