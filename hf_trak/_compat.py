@@ -5,6 +5,7 @@ internal then breaks one function here, and nothing else has to be searched. Thi
 and none of the libraries but torch.
 """
 
+import copy
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -260,7 +261,11 @@ def collator_of_used_columns(trainer: Any) -> Callable[[list[Any]], Any]:
 def counted_items(trainer: Any, batches: Sequence[Any]) -> float | None:
     """Return what a `Trainer` divides the loss of some accumulated batches by; `None` where it takes their means.
 
+    Labels of other processes are not added: all count the same batches.
+
     transformers 5.23: the rule depends on the class of the model, and is not in public. This can go when it is.
     """
+    trainer, args = copy.copy(trainer), copy.copy(trainer.args)
+    args.average_tokens_across_devices, trainer.args = False, args
     found = trainer._get_num_items_in_batch(list(batches), torch.device("cpu"))
     return None if found is None or not trainer.model_accepts_loss_kwargs else float(found)

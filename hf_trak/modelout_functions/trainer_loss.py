@@ -85,6 +85,8 @@ class TrainerLossModelOutput(BatchedModelOutput):
         args = copy.copy(trainer.args)
         args.average_tokens_across_devices = False  # which multiplies by the number of processes
         self._held |= {"args": args}
+        if "accelerator" in self._held:
+            self._held["accelerator"] = _alone(self._held["accelerator"])
         for logged in {"_metrics", "_stored_metrics"} & set(self._held):  # lists that TRL's trainers log
             self._held |= {logged: copy.deepcopy(self._held[logged])}
         self._model: torch.nn.Module | None = None
@@ -431,6 +433,14 @@ class TrainerLossModelOutput(BatchedModelOutput):
         if of_a_row and (counts := self.label_counts(inputs)) is not None:
             loss = loss * counts.sum()
         return loss.reshape(())
+
+
+def _alone(accelerator: Any) -> Any:
+    """Return an accelerator that gives back what a trainer gathers to log it: other processes have other rows."""
+    alone = copy.copy(accelerator)
+    for name in ("gather", "gather_for_metrics", "pad_across_processes", "reduce"):
+        setattr(alone, name, lambda value, *args, **kwargs: value)
+    return alone
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Sequence[int], size: int) -> dict[str, Any]:

@@ -218,7 +218,8 @@ class TrainingReport(Result):
         ]
         if earlier.method != self.method:
             return [*found, ("effects, which do not compare", f"by {earlier.method}", f"by {self.method}")]
-        found.append(("doubted labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"))
+        if self.labels:
+            found.append(("doubted labels", f"{len(earlier.doubted):,}", f"{len(self.doubted):,}"))
         if earlier.relative or self.relative:  # sizes of two units, or of none
             return found
         for kind, before, after in (("source", earlier.sources, self.sources), ("label", earlier.labels, self.labels)):
@@ -323,8 +324,11 @@ class TrainingReport(Result):
         for name, groups in (("sources", self.sources), ("labels", self.labels)):
             if groups:
                 lines.append(f"{name}: " + ", ".join(f"{one.value} ({one.effect:+.3g})" for one in groups[:8]))
-        doubted = "doubted" if self.rough_doubts else "probably wrong"
-        lines.append(f"{doubted} labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
+        if self.labels:
+            doubted = "doubted" if self.rough_doubts else "probably wrong"
+            lines.append(f"{doubted} labels: {len(self.doubted)}; repeated rows: {len(self.repeated)}")
+        else:
+            lines.append(f"repeated rows: {len(self.repeated)}; labels are looked at where a row has one class")
         lines += [self.rough_doubts] if self.rough_doubts else []
         for name, change in self.settings.items():
             lines.append(f"10 % more {name} changes the loss by {change:+.3g}, as far as its derivative tells")

@@ -12,10 +12,18 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_trak import TrakAttributor, TrakCallback, TrakConfig
+from hf_trak import Exact, TrakAttributor, TrakCallback, TrakConfig
+from hf_trak.report.training import effects_of_training
 
 ROWS, WEB, WRONG, TWICE, NEAR = 240, 32, 10, (3, 77), (5, 90)
 HAND = "<script>hand</script>"
@@ -142,6 +150,22 @@ def picture_trainer(place: Path) -> Trainer:
     )  # fmt: skip
     model = Network(PretrainedConfig(num_labels=10, problem_type="single_label_classification"))
     return Trainer(model, arguments, train_dataset=pictures(24), eval_dataset=pictures(6, first=24))
+
+
+def language_losses_in_group(place: str) -> dict[str, Any]:
+    """Report on a language model as it is, in one of several processes, and compute the loss by hand."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)).eval()
+    tokens = [[3 + (row * place) % 16 for place in range(1, 7)] for row in range(12)]
+    labels = [[-100, *one[1:]] for one in tokens]  # a trainer counts the first one, too
+    rows = Dataset.from_dict({"input_ids": tokens, "labels": labels})
+    trainer = Trainer(
+        model, TrainingArguments(str(Path(place) / "out"), use_cpu=True, report_to=[]), train_dataset=rows
+    )
+    attributor = TrakAttributor.from_trainer(trainer, TrakConfig(str(Path(place) / "trak"), use_cpu=True), "causal_lm")
+    found = effects_of_training(attributor.features, rows.select(range(5)), Exact("identity"))
+    by_hand = float(model(input_ids=torch.tensor(tokens[:5]), labels=torch.tensor(labels[:5])).loss.detach())
+    return {"loss": found.loss, "by_hand": by_hand, "effects": found.effects.tolist()}
 
 
 def report_in_group(place: str) -> dict[str, Any]:

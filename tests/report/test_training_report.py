@@ -20,6 +20,7 @@ from training_reports import (
     TWICE,
     WEB,
     PlantedRun,
+    language_losses_in_group,
     picture_trainer,
     planted_run,
     report_in_group,
@@ -327,6 +328,22 @@ def test_two_processes_report_a_training_on_images(tmp_path: Path) -> None:
     again = training_report(attributor.features, alone.eval_dataset, method=Replay(of="run"))
     assert np.abs(again.effects).max() > 0
     assert np.abs(again.effects - found["effects"]).max() <= 1e-4 * np.abs(again.effects).max()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("jobs_with_one_thread")
+def test_two_processes_report_the_loss_of_a_language_model(tmp_path: Path) -> None:
+    """Its tokens are counted once, although a trainer adds those of all processes up."""
+    found = [
+        one["value"]
+        for job in start_group(tmp_path, 2, language_losses_in_group, str(tmp_path))
+        if (one := job.wait())
+    ]
+    alone = language_losses_in_group(str(tmp_path / "alone"))
+    assert len(found) == 2
+    for one in (*found, alone):
+        assert one["loss"] == pytest.approx(one["by_hand"], rel=1e-5)
+        assert one["effects"] == pytest.approx(alone["effects"], rel=1e-4)
 
 
 @pytest.mark.slow

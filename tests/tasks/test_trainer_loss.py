@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
+from store_jobs import start_group
 from test_row_loss import boxed, detection
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -830,3 +831,35 @@ def test_a_network_of_numbers_of_an_own_class(tmp_path: Path, outputs: int, powe
     assert type(own.features.task).__name__ == known
     table = own.review(given.select(range(4)))
     assert np.isfinite(table["effect"][:]).all() and set(table["suggested_action"]) <= {"keep", "look", "relabel"}
+
+
+class Gathering(WeightedRows):
+    """Gathers its loss of all processes to log it, as trainers of TRL do."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.logged = self.accelerator.gather_for_metrics(loss.detach()).mean()
+        return loss
+
+
+def scores_in_group(directory: str) -> list[list[float]]:
+    """Score rows by a loss that goes through the model row by row, in one of several processes."""
+    trainer = made(Path(directory), Gathering, bert(), classes().select(range(ROWS - 1)))
+    attributor = TrakAttributor.from_trainer(trainer, config(Path(directory), per_device_batch_size=4))
+    scored = attributor.featurize().attribute(classes().select(range(3)), top_k=None, method="index")
+    return [list(row) for row in scored["trak_scores"]]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_loss_that_gathers_what_it_logs_waits_for_no_other_process(tmp_path: Path) -> None:
+    """Processes have three rows and two, so that each gathering would meet another collective, or none."""
+    found = {}
+    for world in (1, 2):
+        place = tmp_path / str(world)
+        place.mkdir()
+        found[world] = [job.wait() for job in start_group(place, world, scores_in_group, str(place))]
+    alone = found[1][0]
+    assert alone is not None and "value" in alone, alone
+    for one in found[2]:
+        assert one is not None and np.allclose(one["value"], alone["value"], rtol=1e-4, atol=1e-6)
