@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from datasets import Features, Image, Value
+from datasets import ClassLabel, Features, Image, Value
 
 _ANSWERED: tuple[tuple[str, ...], ...] = (("messages",), ("prompt", "completion"))
 
@@ -47,6 +47,37 @@ class ColumnsRead:
 
     def __str__(self) -> str:
         return ", ".join([*(self.text_columns or ()), *filter(None, (self.image_column, self.label_column))])
+
+
+def require_class_numbers(train_dataset: Any, rows: Any, name: str) -> None:
+    """Refuse rows whose label numbers stand for other classes than those of the training rows, by their names.
+
+    Args:
+        train_dataset: the training rows.
+        rows: other rows.
+        name: what these are, for the error message.
+
+    Raises:
+        ValueError: a name of a class has two numbers.
+    """
+    for column in LABELS:
+        kinds = [(getattr(one, "features", None) or {}).get(column) for one in (train_dataset, rows)]
+        kinds = [getattr(kind, "feature", kind) for kind in kinds]  # also of lists, with a label for each token
+        numbered = [
+            {label: place for place, label in enumerate(kind.names)} for kind in kinds if isinstance(kind, ClassLabel)
+        ]
+        if len(numbered) < len(kinds):
+            continue
+        known, given = numbered
+        names = dict(zip(known.values(), known, strict=True))
+        odd = next((label for label, number in given.items() if names.get(number, label) != label), None)
+        odd = next((label for label in given if known.get(label, given[label]) != given[label]), odd)
+        if odd is not None and given.keys() & known.keys():  # else they may be the same classes in other words
+            raise ValueError(
+                f"In `{column}` of {name} {given[odd]} stands for {odd!r}, and in the training rows for "
+                f"{names.get(given[odd])!r}. Expected the same numbers. Use "
+                f"`align_labels_with_mapping({known}, {column!r})` of these rows."
+            )
 
 
 def is_text(kind: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Subset
 from hf_trak.config import TrakConfig, checked_args
 from hf_trak.curvature.maps import GradientMap
 from hf_trak.data.batch_limits import BatchLimits
+from hf_trak.data.columns import require_class_numbers
 from hf_trak.data.drawn_rows import RowDraws
 from hf_trak.data.images import ImageTokens
 from hf_trak.data.rows import (
@@ -606,6 +607,9 @@ class FeaturizedModel:
         if name is not None:
             safe_name(name, "name")
         row_count(eval_dataset, "eval_dataset")
+        require_class_numbers(self.train_dataset, eval_dataset, "the targets")
+        if isinstance(self.train_dataset, list):
+            self._train_fingerprint = None  # its rows may have been changed in place
         groups = target_groups(eval_dataset, group_by)
         self.processes.broadcast_from_main(self.prepare_store)
         fingerprint = fingerprint_dataset(eval_dataset)

@@ -9,6 +9,7 @@ from datasets import Dataset as HFDataset
 from datasets import concatenate_datasets
 from torch.utils.data import ConcatDataset, Subset
 
+from hf_trak.data.columns import require_class_numbers
 from hf_trak.data.rows import row_count
 from hf_trak.errors import HfTrakError
 from hf_trak.featurize.featurized import FeaturizedModel, Revision
@@ -74,7 +75,9 @@ def revise(
     if added_rows is not None:
         added_config = {**config, "train_size": n_added, "train_fingerprint": fingerprint}
         if "collation" in config:
-            added_config["collation"] = model.collation(added_rows)
+            tail = range(len(train_dataset) - n_added, len(train_dataset))  # with the format of the training rows
+            read = train_dataset.select(tail) if isinstance(train_dataset, HFDataset) else added_rows
+            added_config["collation"] = model.collation(read)
         added = FeatureStore.open(directory / "added", added_config)
     revised = model.another(
         replace(model.args, output_dir=str(directory)),
@@ -130,6 +133,7 @@ def _changed(train_dataset: Any, excluded: Sequence[int], added_rows: Any) -> An
             f"The new rows have {given}. Expected a `datasets.Dataset` with the columns of the training dataset, "
             f"{chosen.column_names}."
         )
+    require_class_numbers(chosen, added_rows, "the new rows")
     new = added_rows.with_format(None).select_columns(chosen.column_names).cast(chosen.features)
     both = concatenate_datasets([chosen.with_format(None), new])
     kept_format = train_dataset.format

@@ -372,6 +372,17 @@ def test_changes_within_one_process_are_noticed(tmp_path: Path) -> None:
         attributor.featurize()
 
 
+def test_rows_of_a_list_that_change_in_place_are_noticed(tmp_path: Path) -> None:
+    listed = list(rows(0, N))
+    attributor = TrakAttributor(
+        model(), trak_config(output_dir=str(tmp_path), use_cpu=True), listed, data_collator=collate
+    ).featurize()
+    attributor.attribute(rows(50, M))
+    listed[3] = rows(40, 1)[0]
+    with pytest.raises(HfTrakError, match="train_fingerprint"):
+        attributor.attribute(rows(50, M))
+
+
 def test_target_features_are_not_used_with_another_collator(tmp_path: Path) -> None:
     """The training rows are shorter than what the collators differ in; the targets are not."""
     short = rows(0, N).map(lambda row: {"input_ids": [*row["input_ids"][:4], 0, 0]})

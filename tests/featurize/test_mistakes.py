@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, disable_progress_bars
+from datasets import ClassLabel, Dataset, DatasetDict, disable_progress_bars
 from doc_examples import documents, sentences, tiny_bert, tiny_gpt2, word_tokenizer
 from transformers import Trainer, TrainingArguments
 
@@ -54,6 +54,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return SimpleNamespace(
         home=home, new=new, config=config, args=args, trainer=trainer, nan=nan, model=model, own=own, lm=lm
     )
+
+
+def named(*classes: str) -> Dataset:
+    """Two rows with named classes, numbered in this order."""
+    return FEW.cast_column("labels", ClassLabel(names=list(classes)))
 
 
 Mistake = tuple[Callable[[Any], Any], str, str]
@@ -286,6 +291,16 @@ CALLS: dict[str, Mistake] = {
         lambda w: w.own.attribute(Dataset.from_dict({"input_ids": [[1, 2], [1]], "labels": [0, 1]})),
         "size 2",
         "pads",
+    ),
+    "classes of another order": (
+        lambda w: w.new(rows=named("film", "book")).attribute(named("book", "film")),
+        "`labels` of the targets 0 stands for 'book', and in the training rows for 'film'",
+        "align_labels_with_mapping({'film': 0, 'book': 1}, 'labels')",
+    ),
+    "new rows with classes of another order": (
+        lambda w: w.new("order", rows=named("film", "book")).featurize().extend(named("book", "film")),
+        "`labels` of the new rows 0 stands for 'book'",
+        "align_labels_with_mapping",
     ),
     "topk=": (lambda w: w.own.attribute(FEW, topk=5), "no argument `topk`", "did you mean `top_k`?"),
     "a negative top_k": (lambda w: w.own.attribute(FEW, top_k=-1), "`top_k` is -1", "`None` for every score"),
