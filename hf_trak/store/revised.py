@@ -6,7 +6,8 @@ rows have a store of their own. Only XᵀX has to be corrected, by the rows that
 
     X'ᵀX' = XᵀX − Σ_{i left out} x_iᵀ x_i + Σ_{i added} x_iᵀ x_i
 
-in float64, which rounds as much as summing afresh does. Files of a revision, below the original store:
+in float64, unless that leaves less than a hundredth of the trace, where the difference would cancel: then the rest is
+summed afresh. Files of a revision, below the original store:
 
     <output_dir>/revisions/<digest>/
       trak_config.json                    the original's, with what was left out and added
@@ -31,6 +32,9 @@ from hf_trak.store.codes import CodeFormat
 from hf_trak.store.shard_set import Shard, ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import FeatureStore, Gram
+
+_CANCELS = 100
+"""Trace of XᵀX by that of X'ᵀX above which the one is not corrected to the other."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class RevisedStore(FeatureStore):
 
     def read_gram(self, model_id: int) -> Gram | None:
         """Read X'ᵀX', or correct that of the original; `None` if there is none but of a sample, or summing is less
-        work."""
+        work or exacter."""
         found = super().read_gram(model_id)
         if found is not None:
             return found
@@ -203,12 +207,15 @@ class RevisedStore(FeatureStore):
             return None
         self.train(model_id).require_complete("Featurize the added rows first.")
         matrix = original.matrix.to(torch.float64).clone()
+        whole = float(matrix.trace())
         shards = self.base.train(model_id)
         for index in range(len(shards)):
             gone = self._excluded_in(shards.plan.rows(index))
             if len(gone):
                 rows = shards.read(index).grads[gone].to(torch.float64)
                 matrix.addmm_(rows.T, rows, alpha=-1)
+        if _CANCELS * float(matrix.trace()) < whole:
+            return None
         for shard in self.added.train(model_id) if self.added is not None else ():
             rows = shard.grads.to(torch.float64)
             matrix.addmm_(rows.T, rows)

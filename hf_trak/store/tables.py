@@ -183,9 +183,15 @@ def write_table(
         ValueError: `columns` has another number of rows, or a column with the name of one of the table's own; or
             `part` is none of the parts, or has no shard.
         IncompleteStoreError: the checkpoint is not in the store, or lacks rows.
-        StoreError: a shard is damaged, or the file cannot be written.
+        StoreError: a shard is damaged, the file cannot be written, or the features are those of a revision, whose
+            uneven shards no table divides its rows into.
         ModuleNotFoundError: Lance is asked for, and is not installed.
     """
+    if "revision_of" in store.config:
+        raise StoreError(
+            f"{store.output_dir} is a revision, and no table can hold it. Expected a store of a `TrakAttributor`. "
+            "Featurize the rows of a revision in a directory of their own."
+        )
     shards = store.train(model_id)
     shards.require_complete("Call `featurize()` with the same checkpoints to finish them.")
     if columns is not None and (len(columns) != store.train_size or set(columns.column_names) & set(OWN)):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from store_jobs import Job, start_group
 
 from hf_trak import TrakAttributor
-from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError, StoreError
 from hf_trak.featurize.featurizer import Featurizer
 from hf_trak.featurize.revising import _ranges
+from hf_trak.store.tables import write_table
 
 N_TRAIN, SHARD = 61, 16
 DROPPED = [0, 5, 6, *range(16, 32), 60]
@@ -139,6 +140,19 @@ def test_more_than_half_left_out_sums_the_rest(original, nets, targets, tmp_path
     assert_same(smaller, scratch, targets)
 
 
+def test_a_row_that_outweighs_all_others_is_left_out(targets, tmp_path):
+    """A number such as 9,999,999 for a missing value: the sum over all rows has no digits left for the others."""
+    net = DigitNet()
+    net.body, net.head = torch.nn.Flatten(), torch.nn.Linear(64, 10)
+    pixels = np.array(digits(0, N_TRAIN)["pixel_values"][:])
+    pixels[7] *= 1e8
+    rows = digits(0, N_TRAIN).remove_columns("pixel_values").add_column("pixel_values", pixels.tolist())
+    smaller = make(net, tmp_path / "store", rows).featurize().exclude([7])
+    kept = rows.select([row for row in range(N_TRAIN) if row != 7])
+    expected = full_scores(make(net, tmp_path / "scratch", kept).featurize(), targets)
+    assert relative_error(full_scores(smaller, targets), expected) < 1e-5
+
+
 def test_the_gram_matrix_is_corrected_not_summed_anew(original, monkeypatch):
     """Of four shards only the one that loses a row is read for XᵀX."""
     read = []
@@ -233,6 +247,17 @@ def test_a_transform_stays(nets, targets, tmp_path):
     scratch = make(nets[0], tmp_path / "b", digits(0, N_TRAIN).with_transform(halve)).featurize()
     assert relative_error(full_scores(larger, targets), full_scores(scratch, targets)) < 1e-4
 
+    def stored(start: int, stop: int) -> Dataset:
+        return digits(start, stop).rename_column("pixel_values", "image")
+
+    def halved(rows):  # without which no model takes the rows
+        return halve({"pixel_values": rows["image"], "labels": rows["labels"]})
+
+    larger = (
+        make(nets[0], tmp_path / "c", stored(0, 40).with_transform(halved)).featurize().extend(stored(40, N_TRAIN))
+    )
+    assert relative_error(full_scores(larger, targets), full_scores(scratch, targets)) < 1e-4
+
 
 @pytest.mark.slow
 def test_datasets_without_columns(nets, targets, tmp_path):
@@ -314,6 +339,11 @@ def test_tasks_whose_features_depend_on_the_whole_dataset(original, monkeypatch)
     monkeypatch.setattr(original.task, "reference_rows", lambda n: [0, 1], raising=False)
     with pytest.raises(HfTrakError, match="simulated negatives"):
         original.exclude([3])
+
+
+def test_a_table_of_a_revision_is_refused(original, tmp_path):
+    with pytest.raises(StoreError, match="is a revision, and no table can hold it"):
+        write_table(original.exclude([3]).features.store, 0, tmp_path / "revision.parquet")
 
 
 def test_publishing_a_revision_is_refused(original):
