@@ -771,10 +771,11 @@ class TrakAttributor:
                 The validation rows, whose mean output is the target.
 
         Returns:
-            `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, the score of
-            each for the mean of the validation rows; `reason`; `suggested_action`, one of `"keep"`, `"look"`,
-            `"relabel"` and `"remove"`; and `suggested_label`, where rows have one label each. Columns of yours of such
-            names are called `trak_own_effect`, say, until `fixed_dataset` gives them their names back.
+            `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, minus the score
+            of each for the mean of the validation rows, so that positive effects harm as in reports; `reason`;
+            `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`, where
+            rows have one label each. Columns of yours of such names are called `trak_own_effect`, say, until
+            `fixed_dataset` gives them their names back.
 
         Raises:
             TypeError: the training rows are no `datasets.Dataset`.
@@ -789,9 +790,9 @@ class TrakAttributor:
         chosen, features = Exact(), with_row_labels(self.features)  # the index finds few wrong labels
         warn_of_price(features, chosen)
         asked = self._of(features)
-        effects = np.array(asked.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        effects = -np.array(asked.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
         self._last = asked._last
-        doubted, false = doubted_labels(features, np.flatnonzero(effects < 0), eval_dataset, chosen)
+        doubted, false = doubted_labels(features, np.flatnonzero(effects > 0), eval_dataset, chosen)
         label = trained_classes(features)
         repeated = repeated_rows(features.row_batches(rows, "train"), label)
         return review_table(rows, effects, label, doubted, false <= MOST_FALSE_DOUBTS, repeated)

@@ -56,7 +56,7 @@ ACTIONS = ("keep", "look", "relabel", "remove")
 """What may stand in the column of actions."""
 
 _HARM = 2.0
-"""Standard deviations of all effects, below zero, from which on a row is worth a look."""
+"""Standard deviations of all effects, above zero, from which on a row is worth a look."""
 
 _NONE = 1e-3
 """Part of the largest effect below which a row has none."""
@@ -82,7 +82,7 @@ def review_table(
         rows (`datasets.Dataset`):
             The n training rows.
         effects (`ArrayLike` of shape `(n,)`):
-            What training on each row did to the mean output of the validation rows.
+            By how much training on each row harmed the validation rows: minus the scores of their mean output.
         label_column (`str`, *optional*):
             The column of labels.
         other_labels (`Mapping[int, Any]`, *optional*):
@@ -132,11 +132,11 @@ class _AsStored:
 
 def _from_effects(effects: np.ndarray) -> tuple[list[str], list[str]]:
     """Say what effects alone tell: rows that harm the validation set much, and rows that do nothing to it."""
-    low = -_HARM * effects.std()
+    harms = effects > _HARM * effects.std()
     reasons = np.full(len(effects), "", dtype=object)
     reasons[without_effect(effects)] = "no effect"
-    reasons[effects < low] = "harms the validation set"
-    return reasons.tolist(), np.where(effects < low, "look", "keep").tolist()
+    reasons[harms] = "harms the validation set"
+    return reasons.tolist(), np.where(harms, "look", "keep").tolist()
 
 
 def without_effect(effects: np.ndarray) -> np.ndarray:

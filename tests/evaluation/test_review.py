@@ -102,7 +102,7 @@ def test_wrong_labels_are_found(planted: dict[str, Any]) -> None:
     assert len(hits) >= 0.8 * WRONG and len(hits) >= 0.8 * len(found)
     named = [table[row]["suggested_label"] == planted["right"][row] for row in hits]
     assert np.mean(named) >= 0.9
-    assert all(table[row]["effect"] < 0 for row in found)
+    assert all(table[row]["effect"] > 0 for row in found)
 
 
 def test_repeated_rows_are_found(planted: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def test_a_row_is_compared_with_all_rows_that_it_repeats() -> None:
     """Of the labels 0, 1, 1 of one text, the third repeats the second, and only the second differs from the first."""
     labels = [0, 1, 1, 0, 1, 2]
     rows = Dataset.from_dict({"text": ["a"] * 6, "labels": labels})
-    table = review_table(rows, [1.0] * 6, "labels", repeated=repeated_rows(on_their_way(rows), "labels"))
+    table = review_table(rows, [-1.0] * 6, "labels", repeated=repeated_rows(on_their_way(rows), "labels"))
     assert table["suggested_action"] == ["keep", "look", "remove", "remove", "remove", "look"]
     for row, reason in enumerate(table["reason"]):
         same = labels.index(labels[row])  # the first row of that label
@@ -250,7 +250,7 @@ def rows_of_text() -> Dataset:
 
 def test_table_of_effects() -> None:
     """A repeated row with another label is to be looked at."""
-    table = review_table(rows_of_text(), [1.0, 1e-5, 1.0, 1.0, -9.0], "label", {0: 1}, repeated={2: 0, 3: 0})
+    table = review_table(rows_of_text(), [-1.0, 1e-5, -1.0, -1.0, 9.0], "label", {0: 1}, repeated={2: 0, 3: 0})
     assert table["reason"] == [
         "rows like it have another label", "no effect", "the same as row 0", "the same as row 0, with another label",
         "harms the validation set",
@@ -259,7 +259,7 @@ def test_table_of_effects() -> None:
     assert table["suggested_label"] == [1, None, None, None, None]
     fixed = fixed_dataset(table)
     assert fixed["label"] == [1, 1, 1, 1] and fixed["id"] == [0, 1, 3, 4]
-    calm = review_table(Dataset.from_dict({"text": ["a", "b", "c"]}), [1.0, -0.5, 0.8])
+    calm = review_table(Dataset.from_dict({"text": ["a", "b", "c"]}), [-1.0, 0.5, -0.8])
     assert calm["reason"] == [""] * 3 and "suggested_label" not in calm.column_names
 
 
