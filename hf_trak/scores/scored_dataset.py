@@ -44,6 +44,7 @@ def weighted_blocks(parts: Sequence[Iterator[ScoreBlock]], weights: Sequence[flo
 TOKEN_POSITIONS = "trak_token_positions"
 TOKEN_SCORES = "trak_token_scores"
 HARMFUL_TOKEN_SCORES = "trak_harmful_token_scores"
+TOKEN_SCORE_COLUMNS = (TOKEN_POSITIONS, TOKEN_SCORES, HARMFUL_TOKEN_SCORES)
 
 TOP_K_COLUMNS = ("trak_indices", "trak_scores", "trak_harmful_indices", "trak_harmful_scores")
 
@@ -89,8 +90,8 @@ def attach_columns(rows: Any, columns: Dataset) -> Dataset:
     """
     if not isinstance(rows, Dataset):
         return columns
-    stale = [name for name in (*TOP_K_COLUMNS, *RERANK_COLUMNS, WORDS_COLUMN) if name in rows.column_names]
-    kept = rows.with_format(None).remove_columns(stale)
+    of_scores = {*TOP_K_COLUMNS, *RERANK_COLUMNS, *TOKEN_SCORE_COLUMNS, WORDS_COLUMN, *columns.column_names}
+    kept = rows.with_format(None).remove_columns([name for name in rows.column_names if name in of_scores])
     with no_progress_bars():
         return concatenate_datasets([kept, columns], axis=1)
 

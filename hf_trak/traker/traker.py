@@ -45,7 +45,7 @@ class TRAKer:
     Call, in this order: for every checkpoint `load_checkpoint`, and `featurize` for each batch of train examples; then
     `finalize_features`; for every checkpoint `start_scoring_checkpoint`, and `score` for each batch of targets; then
     `finalize_scores`. A call out of order raises an error. To continue an interrupted run, run the same script again:
-    it does not recompute rows that have been saved.
+    it does not recompute train rows that have been saved.
 
     Args:
         model (`torch.nn.Module`):
@@ -318,7 +318,7 @@ class TRAKer:
     ) -> None:
         """Compute the projected gradients of a batch of targets under the loaded checkpoint, and save them.
 
-        Targets that have been saved are skipped.
+        Targets that were saved under these numbers are replaced, as `trak` does: they may be others.
 
         Args:
             batch (iterable of `torch.Tensor`, or `Mapping[str, torch.Tensor]`):
@@ -336,10 +336,8 @@ class TRAKer:
         opened = self._require_opened("target")
         samples = materialize(batch)
         rows = opened.rows(samples, inds, num_samples)
-        absent = np.flatnonzero(~self.saver.scored(rows))
-        if len(absent):
-            grads, _ = self._compute(opened, samples, absent)
-            self.saver.write_target_rows([rows[i] for i in absent], grads)
+        grads, _ = self._compute(opened, samples, np.arange(len(rows)))
+        self.saver.write_target_rows(rows, grads)
         opened.advance(num_samples)
 
     def finalize_scores(

@@ -120,6 +120,7 @@ def test_scores_of_groups_of_training_rows_are_sums(attributor, targets, scores)
     expected = np.stack([scores[sources == name].sum(axis=0) for name in ("form", "photo", "scan")], axis=1)
     assert stacked(result, "trak_group_scores").shape == (N_EVAL, 3)
     assert relative_error(stacked(result, "trak_group_scores"), expected) < 1e-5
+    assert attributor.group_scores(result, "source").column_names == result.column_names
     assert result[0]["trak_groups"] == ["form", "photo", "scan"]
     assert result[5]["trak_group_sizes"] == [(sources == name).sum() for name in ("form", "photo", "scan")]
     assert result["labels"][:] == targets["labels"][:]

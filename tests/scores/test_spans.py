@@ -107,6 +107,8 @@ def test_token_scores_add_up_to_the_score(attributor, rows):
             assert parts.shape == (4, len(ids) - 1)
             np.testing.assert_allclose(parts.sum(axis=1), result[row][f"{prefix}scores"], rtol=1e-3, atol=1e-7)
             assert np.abs(parts).std() > 0
+    other = attributor.attribute(result, top_k=2)
+    assert other.column_names == again.column_names, "parts of other scores are no longer beside these"
 
 
 def test_the_breakdown_of_a_span_covers_the_span(attributor, rows):

@@ -511,6 +511,12 @@ def test_targets_are_resumed_too(tmp_path, data, checkpoints):
         traker.finalize_scores("test")
     traker = make_traker(tmp_path / "parts")
     assert torch.allclose(run_scores(traker, data, checkpoints[:1]), expected, rtol=1e-4, atol=1e-6)
+    others = x.flip(0), y.flip(0)  # other targets under the same name replace them, as in `trak`
+    fresh = make_traker(tmp_path / "fresh")
+    fresh.load_checkpoint(checkpoints[0], 0)
+    featurize(fresh, data)
+    fresh.finalize_features()
+    assert torch.equal(run_scores(traker, others, checkpoints[:1]), run_scores(fresh, others, checkpoints[:1]))
 
 
 def featurize_two_by_two(path: Path) -> None:
