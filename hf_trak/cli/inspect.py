@@ -10,9 +10,8 @@ from typing import Any
 from hf_trak.cli.parser import OutputArguments, answer, option, parse_yaml_and_args, size, table
 from hf_trak.curvature.files import curvature_records, described_curvature, verify_curvature
 from hf_trak.errors import StoreError
-from hf_trak.hub.manifest import MANIFEST_FILE
 from hf_trak.store.atomic import Leftover, leftovers
-from hf_trak.store.sealed import Finding
+from hf_trak.store.sealed import MANIFEST_FILE, Finding
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.verification import RecordCheck, verify, verify_store

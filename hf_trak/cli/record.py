@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_trak.errors import IncompleteStoreError, StoreError
-from hf_trak.hub.manifest import MANIFEST_FILE
 from hf_trak.hub.names import shown
-from hf_trak.store.sealed import read_sealed
+from hf_trak.store.sealed import MANIFEST_FILE, read_sealed
 
 RECORD = "featurize.json"
 """File beside the store's configuration with the arguments of `hf-trak featurize`, for later commands. It is sealed,

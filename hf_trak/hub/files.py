@@ -24,10 +24,10 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 
 from hf_trak.errors import HfTrakError, HubAccessError, IncompleteStoreError, RefusedIndexError, StoreError
 from hf_trak.hub.access import REPO_TYPE, access_errors, hub_api, no_directory
-from hf_trak.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, PublishedFile
+from hf_trak.hub.manifest import MAX_JSON_BYTES, PublishedFile
 from hf_trak.hub.names import read_foreign_object, shown, too_large
 from hf_trak.store.atomic import read_json
-from hf_trak.store.sealed import CHECKSUM_KEY, SEALED_VERSION, VERSION_KEY, content_digest
+from hf_trak.store.sealed import CHECKSUM_KEY, MANIFEST_FILE, SEALED_VERSION, VERSION_KEY, content_digest
 from hf_trak.store.shards import TensorSpec, metadata_of
 from hf_trak.store.store import FeatureStore
 from hf_trak.version import __version__

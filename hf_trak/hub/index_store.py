@@ -26,11 +26,11 @@ from hf_trak.hub import index_files
 from hf_trak.hub.curvature_files import curvature_folder, fetch_known, fetch_tensors, read_content
 from hf_trak.hub.files import Bounds, HubFiles, IndexFiles, LocalFiles
 from hf_trak.hub.index_shards import IndexShards, refuse_writing
-from hf_trak.hub.manifest import INDEX_DIGITS, MANIFEST_FILE, MAX_JSON_BYTES, IndexManifest
+from hf_trak.hub.manifest import INDEX_DIGITS, MAX_JSON_BYTES, IndexManifest
 from hf_trak.identity.row_digest import RowContents
 from hf_trak.store.atomic import atomic_path, differing, write_bytes
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
-from hf_trak.store.sealed import sealed_bytes
+from hf_trak.store.sealed import MANIFEST_FILE, sealed_bytes
 from hf_trak.store.shard_set import ShardSet
 from hf_trak.store.shards import ShardPlan
 from hf_trak.store.store import CALIBRATION_FILE, GRAM_FILE, FeatureStore, Gram

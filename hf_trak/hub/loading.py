@@ -25,7 +25,7 @@ from hf_trak.hub.access import access_errors, hub_api
 from hf_trak.hub.files import LocalFiles, refused
 from hf_trak.hub.index_files import TRAIN_ROWS_FILE, check_bounds, check_calibration
 from hf_trak.hub.index_store import IndexStore, open_index, open_repo
-from hf_trak.hub.manifest import MANIFEST_FILE, RUN_OPTIONS, IndexManifest, TrainSource
+from hf_trak.hub.manifest import RUN_OPTIONS, IndexManifest, TrainSource
 from hf_trak.hub.models import HubCheckpoint, load_model
 from hf_trak.hub.names import checked_repo, checked_revision, shown
 from hf_trak.hub.remote_rows import RemoteRows
@@ -35,6 +35,7 @@ from hf_trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from hf_trak.modelout_functions.function import task_identity
 from hf_trak.runtime.checks import is_int
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
+from hf_trak.store.sealed import MANIFEST_FILE
 from hf_trak.store.store import FeatureStore
 from hf_trak.store.table_files import SUFFIXES, is_address, tables_in
 from hf_trak.store.table_files import shown as shown_path

@@ -28,8 +28,6 @@ from hf_trak.hub.names import HubSource, checked_repo, checked_revision, expect,
 from hf_trak.runtime.checks import is_int
 from hf_trak.store.shards import ShardPlan
 
-MANIFEST_FILE = "trak_index.json"
-
 MAX_JSON_BYTES = 16 << 20
 """Maximum size of a JSON file: room for 160,000 parameters, or for the checksums of 120,000 shards."""
 

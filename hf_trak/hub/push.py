@@ -31,7 +31,6 @@ from hf_trak.hub.index_card import PreparedIndex, index_card
 from hf_trak.hub.index_store import JSON_FILES, IndexStore, open_index
 from hf_trak.hub.manifest import (
     CURVATURE_SETTINGS,
-    MANIFEST_FILE,
     MAX_JSON_BYTES,
     SETTINGS,
     IndexManifest,
@@ -47,7 +46,7 @@ from hf_trak.runtime.processes import Processes
 from hf_trak.store.atomic import atomic_directory
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.revised import RevisedStore
-from hf_trak.store.sealed import sealed, sealed_bytes
+from hf_trak.store.sealed import MANIFEST_FILE, sealed, sealed_bytes
 from hf_trak.store.store import CALIBRATION_FILE, FeatureStore
 
 if TYPE_CHECKING:  # who publishes a store imports no model, nor what makes features of one

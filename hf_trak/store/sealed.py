@@ -17,6 +17,9 @@ import xxhash
 from hf_trak.errors import HfTrakError, StoreError
 from hf_trak.store.atomic import create_bytes, json_bytes, plain_json, read_json, write_bytes
 
+MANIFEST_FILE = "trak_index.json"
+"""The sealed list of the files of a published index, whose copies may lack XᵀX and what only the writer reads."""
+
 CHECKSUM_KEY = "checksum"
 VERSION_KEY = "format_version"
 SEALED_VERSION = 1

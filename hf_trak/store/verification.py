@@ -13,7 +13,7 @@ from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.store.atomic import leftovers
 from hf_trak.store.references import FILE_NAME as REFERENCES_FILE
 from hf_trak.store.references import read_references
-from hf_trak.store.sealed import Finding, judged, read_sealed
+from hf_trak.store.sealed import MANIFEST_FILE, Finding, judged, read_sealed
 from hf_trak.store.shards import check_file
 from hf_trak.store.solver_files import SolverFiles
 from hf_trak.store.store import GRAM_FILE, FeatureStore
@@ -120,7 +120,9 @@ def _checkpoint(store: FeatureStore, model_id: int, featurized: bool) -> Iterato
     directory = store.checkpoint_dir(model_id)
     record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
     listed = judged(member, lambda: read_sealed(member), f"Delete it, if it is there. {_FEATURIZE_AGAIN}")
-    yield listed
+    published = (store.output_dir / MANIFEST_FILE).exists()
+    if member.exists() or not published:
+        yield listed
     if listed.state == "damaged":
         yield alone(record, _FEATURIZE_AGAIN)
         return
@@ -142,7 +144,7 @@ def _checkpoint(store: FeatureStore, model_id: int, featurized: bool) -> Iterato
         yield Finding(gram, "unchecked", "features that it was computed from are damaged or missing", _FEATURIZE)
     elif gram.exists():
         yield judged(gram, lambda: store.read_gram(model_id), f"Delete it; then: {_FEATURIZE}")
-    elif not solvers:
+    elif not solvers and not published:
         yield Finding(gram, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
 
 

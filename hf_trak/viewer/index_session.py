@@ -168,7 +168,8 @@ class IndexSession(Session):
         if self.form.as_json:
             check_numbers(rows.with_format(None)[0], model.model)
         if generates or (self.form.predicts and question.label is None):
-            rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
+            with self.features.weights(ids[-1], self.features.source_of(ids[-1], {})):
+                rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
         if question.words:
             ready = attribute_of(self.features.data_collator, "ready")
             rows = Span(words=question.words).of(rows, self.tokenizer, ready)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Audio, Dataset, Features, Image, Value
+from digit_models import digits, make, trained_net
 from patience import patient
 from PIL import Image as PILImage
 from viewer_runs import BAD, N, hostile_run, image_index, language_index, picture
@@ -65,6 +67,21 @@ def test_an_answer_is_that_of_attribute_and_leaves_no_file(session: IndexSession
     helped, harmed = found.ends(5, None)
     order = np.argsort(expected)
     assert helped == order[::-1][:5].tolist() and harmed == order[:5].tolist()
+
+
+@pytest.mark.slow
+def test_the_prediction_is_that_of_the_checkpoint_that_is_asked(tmp_path: Path) -> None:
+    """One checkpoint says 3 to everything, and the other one 7."""
+    nets = [trained_net(digits(0, 40), steps=1) for _ in range(2)]
+    for net, label in zip(nets, (3, 7), strict=True):
+        net.head.weight.data.zero_()
+        net.head.bias.data = 9 * torch.eye(10)[label]
+    attributor = make(nets[1], tmp_path, digits(0, 40)).featurize([net.state_dict() for net in nets])
+    form = TargetForm(("text",), label="labels", label_names=tuple("0123456789"))
+    typed = digits(50, 51)
+    session = IndexSession(attributor, form, prepare=lambda rows: typed)
+    for ids, said in (([0], "3"), ([1], "7"), (None, "7"), ([1, 0], "3")):
+        assert session.ask(Question({"text": "typed"}, model_ids=ids)).target.prediction == said
 
 
 def test_tokens_add_up_and_are_cut_from_the_text(session: IndexSession) -> None:
