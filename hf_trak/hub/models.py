@@ -100,7 +100,7 @@ def load_model(
     if kind is None:
         raise RefusedIndexError(
             f"The index was made with a model of the class {class_name!r}, which is no model class of `transformers` "
-            f"{transformers_version}. Pass the model itself as `model=`."
+            f"{transformers_version}. Pass the model itself as `model=`, in Python."
         )
     path = (
         name if not repo_only and Path(name).is_dir() else str(_fetch_weights(name, revision, token, local_files_only))

@@ -321,6 +321,8 @@ class TrainingReport(Result):
             f"raised the loss most: {listed(self.harmful(5))}",
             f"lowered it most: {listed(self.helpful(5))}",
         ]
+        if self.proof is None and self.harmful(1):
+            lines.append("the largest are exaggerated most: do not remove rows without a proof (`make_trainer`)")
         for name, groups in (("sources", self.sources), ("labels", self.labels)):
             if groups:
                 lines.append(f"{name}: " + ", ".join(f"{one.value} ({one.effect:+.3g})" for one in groups[:8]))

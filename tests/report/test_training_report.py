@@ -282,6 +282,10 @@ def test_the_proof_is_what_the_trainer_measures(run: PlantedRun, report: Trainin
     assert proof.difference.high < 0
     assert proof.difference.value == pytest.approx(proof.measured.value - proof.measured_random.value)
     assert "random" in str(report) and "web" in str(report)
+    unproved = "do not remove rows without a proof"
+    assert unproved in str(replace(report, proof=None)) and unproved not in str(report)
+    assert "probably wrong labels: " in str(report)
+    assert "labels are looked at where a row has one class" in str(replace(report, labels=()))
     assert "harmful the model is better than without random ones" in proof.verdict and "Do not" not in proof.verdict
     assert str(report).splitlines()[2] == proof.verdict and proof.verdict in (run.place / "report.html").read_text()
     for low, high, said in ((0.1, 0.3, "is worse"), (-0.1, 0.1, "is no better")):
