@@ -138,7 +138,8 @@ class Options:
         """Say what was chosen, why, and what would be better at which price."""
         text = f"`method='auto'` takes {chosen.text(self.rate, self.featurizing)}, `budget` is {budget!r}."
         best = self.options[0]
-        if best.method == chosen.method:
+        as_good = best.of_banks and best.quality - chosen.quality <= GAIN + 1e-9
+        if best.method == chosen.method or as_good:
             return text
         return f"{text} Better: {best.text(self.rate, self.featurizing)}."
 

@@ -127,6 +127,8 @@ def test_the_line_says_what_why_and_what_would_be_better() -> None:
         "Better: Exact(curvature='hybrid') (figures; about 1 min 30 s)."
     )
     assert "Better" not in found.line(best, "best")
+    near = Options((replace(best, quality=0.37), index), 100.0, 1_000)
+    assert "Better" not in near.line(near.within("balanced"), "balanced"), "a difference that the banks do not tell"
     assert "about 9 times as long as featurizing" in Options((best, index), None, 1_000).line(index, "fast")
 
 
