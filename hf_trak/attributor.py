@@ -35,6 +35,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
+from hf_trak.evaluation.validation_loss import has_loss, loss_question, validation_losses
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.calibrating import calibrate
 from hf_trak.featurize.calibration import Calibration, named
@@ -768,11 +769,11 @@ class TrakAttributor:
 
         Args:
             eval_dataset (`Dataset`):
-                The validation rows, whose mean output is the target.
+                The validation rows, whose mean loss is the target, or minus their mean output where a task has none.
 
         Returns:
-            `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, minus the score
-            of each for the mean of the validation rows, so that positive effects harm as in reports; `reason`;
+            `datasets.Dataset`: the training rows as stored, with their number `trak_index`; `effect`, the change of
+            this loss by training on each, as in reports, so that positive effects harm; `reason`;
             `suggested_action`, one of `"keep"`, `"look"`, `"relabel"` and `"remove"`; and `suggested_label`, where
             rows have one label each. Columns of yours of such names are called `trak_own_effect`, say, until
             `fixed_dataset` gives them their names back.
@@ -787,10 +788,17 @@ class TrakAttributor:
                 f"The training rows are a {type(rows).__name__}. Expected a `datasets.Dataset`, to put columns beside "
                 "its rows. Convert them, such as with `Dataset.from_list`."
             )
-        chosen, features = Exact(), with_row_labels(self.features)  # the index finds few wrong labels
+        features, begun = with_row_labels(self.features), time.monotonic()
+        # The index finds few wrong labels, and scores of a hybrid are no changes of a loss.
+        chosen = Exact("ekfac" if self.args.curvature.kind == "hybrid" else None)
         warn_of_price(features, chosen)
-        asked = self._of(features)
-        effects = -np.array(asked.attribute(eval_dataset, None, method=chosen, group_by=ALL)["trak_scores"][0])
+        asked, scale = self._of(features), 1.0
+        if has_loss(features):
+            question, (_, scale) = loss_question(features, eval_dataset), validation_losses(features, eval_dataset)
+        else:
+            question = features.question(eval_dataset, group_by=ALL, featurized=False)
+        scores = asked._attributed(chosen, question, None, "target", begun)["trak_scores"][0]
+        effects = -np.array(scores) / scale / len(rows)
         self._last = asked._last
         doubted, false = doubted_labels(features, np.flatnonzero(effects > 0), eval_dataset, chosen)
         label = trained_classes(features)

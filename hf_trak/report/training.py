@@ -18,8 +18,6 @@ import torch
 from datasets import ClassLabel, Dataset, Value
 from torch.nn.functional import normalize
 
-from hf_trak._compat import counted_items
-from hf_trak.data.rows import batch_rows
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
@@ -32,25 +30,18 @@ from hf_trak.evaluation.review import (
     without_effect,
 )
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
+from hf_trak.evaluation.validation_loss import loss_question, validation_losses
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.choosing import MINUTE, doubt, leave_alone, seconds_of
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.pricing import price, recorded_run
-from hf_trak.featurize.question import Question
 from hf_trak.featurize.run_replaying import RunReplay
-from hf_trak.gradient_computers.base import run_model
-from hf_trak.gradient_computers.environment import pass_settings
 from hf_trak.methods import Exact, Method, Replay, checked_method
-from hf_trak.modelout_functions.aggregated import AggregatedModelOutput
-from hf_trak.modelout_functions.base import BatchedModelOutput
-from hf_trak.modelout_functions.batches import evaluating
-from hf_trak.modelout_functions.classification import RegressionModelOutput
-from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
-from hf_trak.modelout_functions.row_loss import RowLossModelOutput
+from hf_trak.modelout_functions.loss import MinusLossModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.runtime.progress import duration, say
-from hf_trak.scores.groups import ALL, GroupBy, RowGroups
+from hf_trak.scores.groups import GroupBy, RowGroups
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +272,7 @@ class TrainingReport(Result):
         found: dict[str, float | str] = {
             "report/validation_loss": self.loss,
             "report/no_effect": self.no_effect,
-            "report/doubted_labels": float(len(self.doubted)),
+            **({"report/doubted_labels": float(len(self.doubted))} if self.labels else {}),
             "report/repeated_rows": float(len(self.repeated)),
             **{f"report/10 % more {name}": change for name, change in self.settings.items()},
         }
@@ -370,13 +361,13 @@ def effects_of_training(
     sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
     chosen, near_by = _method(features, method), features
     features = with_row_labels(features.as_trained("training_report"))
-    question = _question(features, eval_dataset)
+    question = loss_question(features, eval_dataset)
     if earlier is not None and earlier.validation != question.fingerprint:
         raise ValueError(
             f"The earlier report has other validation rows than `eval_dataset`, which has {len(eval_dataset):,}. "
             "Expected the same rows with the same columns, whose losses are compared. Pass those of that report."
         )
-    losses, scale = _losses(features, eval_dataset)
+    losses, scale = validation_losses(features, eval_dataset)
     passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
     exact = chosen if isinstance(chosen, Exact) else Exact()
     spent = seconds_of(features, chosen, 1, question.ids)
@@ -441,7 +432,7 @@ def effects_of_training(
     harmful_rows = found.harmful(found.removed)
     if make_trainer is None or not harmful_rows:
         return found.scaled()
-    task = MinusLossModelOutput(of=features.task)  # type: ignore[arg-type]  # `_question` has looked
+    task = MinusLossModelOutput(of=features.task)  # type: ignore[arg-type]  # `loss_question` has looked
     retraining = TrainerRetraining(
         make_trainer, rows, eval_dataset, task, features.data_collator, _batch_size(features), drop="mask"
     )
@@ -476,57 +467,6 @@ def _has_sources(rows: Dataset) -> bool:
     kind = rows.features.get(SOURCE)
     flat = isinstance(kind, ClassLabel) or (isinstance(kind, Value) and not pa.types.is_floating(kind.pa_type))
     return flat and len(rows.unique(SOURCE)) <= len(rows) / 2
-
-
-def _question(features: FeaturizedModel, eval_dataset: Any) -> Question:
-    """Ask about minus the mean loss of all validation rows."""
-    if not isinstance(features.task, HasLoss) or not isinstance(features.task, BatchedModelOutput):
-        raise TypeError(
-            f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
-            "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
-        )
-    return replace(features.question(eval_dataset, group_by=ALL, featurized=False), of_loss=True)
-
-
-def _items(features: FeaturizedModel, task: AggregatedModelOutput, batch: Any) -> float:
-    """Count the labels of a batch as its trainer does, which may count a first one that no token comes before."""
-    items = None if features.trainer is None else counted_items(features.trainer, [batch])
-    return float(task.label_weights(batch).sum()) if items is None else items
-
-
-def _losses(features: FeaturizedModel, eval_dataset: Any) -> tuple[np.ndarray, float]:
-    """Compute the loss of every validation row by the task, divided by a scale `(m,)`, and this scale.
-
-    The mean of what is returned is the loss of all rows as a batch of the trainer has it. Losses of tokens are sums
-    over the labels of a row, whose mean number, as the trainer counts them, is the scale. That of a regression is
-    ½ (ŷ − y)², where the model has no ½. What a batch divides a trainer's own loss by (labels, weights of classes,
-    nothing) is found from the batch.
-    """
-    task, model, m = features.task, features.model, len(eval_dataset)
-    batches = features.featurizer().batches(eval_dataset, "target")
-    cuts = list(batch_rows(0, m, features.args.batch_size))
-    if isinstance(task, TrainerLossModelOutput):
-        with evaluating(model):
-            losses = np.array([task.computed(model, batches.alone(row)).item() for row in range(m)])
-            weights = list[float]()
-            for rows, batch in batches.iterate(cuts):
-                whole = task.of_batch(model, batch, task.items([batch])).item()
-                weights.append(losses[rows].sum() / whole if whole else len(rows))
-        scale = float(np.nansum(weights)) / m  # a batch without labels has no loss
-        return losses / scale, scale
-    scale = 0.5 if isinstance(task, RegressionModelOutput) else 1.0
-    if isinstance(task, AggregatedModelOutput):
-        scale = sum(_items(features, task, batches.collated(list(cut))) for cut in cuts) / m
-    minus = MinusLossModelOutput(of=task)  # type: ignore[arg-type]  # `_question` has looked
-    minus.bind(model)
-    if isinstance(task, RowLossModelOutput):  # the model may return one loss for all rows of a batch
-        cuts = list(batch_rows(0, m, 1))
-    featurizer, found = features.featurizer(minus), np.empty(m)
-    with evaluating(model), pass_settings(model), torch.no_grad():
-        for rows, batch in featurizer.batches(eval_dataset, "target").iterate(cuts):
-            given = featurizer.in_dtype_of_model(batch)
-            found[rows] = minus.output(run_model(minus, model, given), given, "target").double().cpu()
-    return -found / scale, scale
 
 
 def _batch_size(features: FeaturizedModel) -> int:

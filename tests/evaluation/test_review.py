@@ -167,6 +167,41 @@ def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog
     assert found.rough_doubts in (tmp_path / "page.html").read_text()
 
 
+class Line(torch.nn.Module):
+    """A regression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"logits": self.line(x)}
+
+
+def test_what_harms_a_regression_is_told_from_what_lowers_its_predictions(tmp_path: Path) -> None:
+    """By plain autograd: the product of the gradients of two losses. Predictions are too high, and too low."""
+    draws = np.random.default_rng(0)
+
+    def rows(count: int) -> Dataset:
+        return Dataset.from_dict(
+            {"x": draws.normal(size=(count, 3)).tolist(), "labels": draws.normal(size=count).tolist()}
+        )
+
+    train, validation, model = rows(30), rows(8), Line()
+    args = TrakConfig(str(tmp_path), curvature="identity", use_cpu=True)
+    table = TrakAttributor(model, args, train, task="regression").review(validation)
+
+    def gradient(given: Dataset) -> torch.Tensor:
+        errors = model(torch.tensor(given["x"][:]))["logits"][:, 0] - torch.tensor(given["labels"][:])
+        return torch.cat(
+            [one.flatten() for one in torch.autograd.grad(errors.square().mean(), list(model.parameters()))]
+        )
+
+    expected = [-float(gradient(train.select([row])) @ gradient(validation)) for row in range(30)]
+    assert np.corrcoef(table["effect"][:], expected)[0, 1] > 0.999
+
+
 def as_text(batch: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate rows of any columns."""
     return {name: [row[name] for row in batch] for name in batch[0]}
