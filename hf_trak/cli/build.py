@@ -255,30 +255,34 @@ def target_rows(data: DataArguments, targets: TargetArguments) -> Dataset:
     return load_rows(name, config_name, targets.eval_split, preferred, targets.max_eval_samples, held_out=own)
 
 
-def remember(built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True) -> None:
+def remember(
+    built: Built, model_args: ModelArguments, data: DataArguments, write: bool = True, featurized: bool = False
+) -> None:
     """Compare the arguments with those recorded in the directory, and record them once the store accepts them.
 
     Args:
         built: the attributor.
         model_args, data: the arguments.
         write: whether to record them.
+        featurized: whether the checkpoints are featurized now. Until then, recorded ones stay.
 
     Raises:
         ConfigMismatchError: the directory was made with other settings.
     """
     attributor = built.attributor
     processor = built.preparation.processing_class
-    given = {
-        "arguments": {
-            **dataclasses.asdict(model_args),
-            **dataclasses.asdict(data),
-            **built.preparation.columns.given(),
-        },
-        "processing": _settings(processor),
-        "trak": attributor.args.to_dict(),
+    arguments = {
+        **dataclasses.asdict(model_args),
+        **dataclasses.asdict(data),
+        **built.preparation.columns.given(),
     }
+    given = {"arguments": arguments, "processing": _settings(processor), "trak": attributor.args.to_dict()}
     path = Path(attributor.args.output_dir) / RECORD
     saved = attributor.features.processes.broadcast_from_main(lambda: read_record(path) if path.is_file() else None)
+    if saved is not None:
+        before, now = (one["checkpoints"] or [] for one in (saved["arguments"], arguments))
+        if not featurized or before[: len(now)] == now:  # which may be the first ones of these
+            arguments["checkpoints"] = saved["arguments"]["checkpoints"]
     # Rows and weights have fingerprints of their own; the conversion of images to pixels has none.
     if saved is not None and (changes := differing(saved["processing"], given["processing"] or {})):
         raise ConfigMismatchError(

@@ -69,6 +69,7 @@ def run(argv: Sequence[str]) -> None:
     remember(built, model_args, data)
     attributor = built.attributor
     attributor.featurize(checkpoints=model_args.checkpoints, part=(part.part[0], part.part[1]))
+    remember(built, model_args, data, featurized=True)
     features = attributor.features
     source = train_source(attributor.train_dataset)
     if source is not None:  # others can then rerank with single rows of that repo

@@ -31,6 +31,7 @@ from safetensors.numpy import load_file
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.runtime.progress import no_progress_bars
+from hf_trak.scores.score_files import SCORE_FILES, check_score_file
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
 from hf_trak.store.sealed import (
@@ -264,6 +265,14 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
             yield _fault(root / name, error)
         else:
             yield Finding(root / name, "intact")
+    all_scores = record.facts.get(SCORE_FILES)
+    for name, digest in all_scores.items() if isinstance(all_scores, dict) else ():
+        try:
+            check_score_file(root.parent, name, digest)
+        except (StoreError, ValueError) as error:  # or no name of a file
+            yield _fault(root.parent / name, error)
+        else:
+            yield Finding(root.parent / name, "intact")
     known = {RECORD, *record.files}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         if path.relative_to(root).as_posix() not in known:
@@ -275,7 +284,7 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
             yield _fault(root, error)
 
 
-def _fault(path: Path, error: StoreError) -> Finding:
+def _fault(path: Path, error: StoreError | ValueError) -> Finding:
     again = "Attribute again: `hf-trak attribute` with the same name and settings replaces the run."
     return Finding(path, "missing" if isinstance(error, IncompleteStoreError) else "damaged", str(error), again)
 

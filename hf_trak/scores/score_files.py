@@ -216,6 +216,8 @@ def _places_of_rows(path: Path) -> list[int]:
     return places
 
 
+_AGAIN = "Run `hf-trak attribute --all_scores` again."
+
 SCORE_FILES = "score_files"
 """Key of the facts of a run under which its files with all scores are listed."""
 
@@ -235,6 +237,25 @@ def score_file_digests(scored: Dataset, directory: Path) -> dict[str, str]:
     return {path.name: file_digest(path) for path in found if path.name.startswith("per-target-")}
 
 
+def check_score_file(directory: Path, name: str, digest: str) -> Path:
+    """Return the path of a file with all scores after comparing it with its digest.
+
+    Args:
+        directory: the directory of the run.
+        name: name of the file.
+        digest: its xxh3-128 digest.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    path = directory / safe_name(name, "score file")
+    if not path.is_file():
+        raise StoreError(f"{path} is missing. Expected a file with the scores of the run. {_AGAIN}")
+    if (found := file_digest(path)) != digest:
+        raise StoreError(f"{path} is damaged: its checksum is {found}. Expected {digest}. {_AGAIN}")
+    return path
+
+
 def read_score_files(directory: Path, files: Mapping[str, str]) -> Dataset:
     """Read all scores of a run, one row per target.
 
@@ -250,16 +271,11 @@ def read_score_files(directory: Path, files: Mapping[str, str]) -> Dataset:
     """
     parts = []
     for name, digest in files.items():
-        path = directory / safe_name(name, "score file")
-        remedy = "Run `hf-trak attribute --all_scores` again."
-        if not path.is_file():
-            raise StoreError(f"{path} is missing. Expected a file with the scores of the run. {remedy}")
-        if (found := file_digest(path)) != digest:
-            raise StoreError(f"{path} is damaged: its checksum is {found}. Expected {digest}. {remedy}")
+        path = check_score_file(directory, name, digest)
         try:
             parts.append(Dataset.from_file(os.fspath(path)))
         except (pa.ArrowInvalid, OSError) as error:
-            raise StoreError(f"{path} is damaged ({error}). Expected an Arrow file of scores. {remedy}") from error
+            raise StoreError(f"{path} is damaged ({error}). Expected an Arrow file of scores. {_AGAIN}") from error
     return concatenate_datasets(parts)
 
 

@@ -240,6 +240,12 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     # The linear datamodeling score of these scores against made-up retrainings.
     (file,) = Path(featurized, "scores", "all").glob("per-target-*.arrow")
     scores = Dataset.from_file(str(file)).with_format("numpy")["trak_scores"][:].T
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    found = answer("inspect", printed["run"], "--check", status=1)
+    assert [one["path"] for one in found["files"] if one["state"] == "damaged"] == [str(file)]
+    file.write_bytes(content)
+    assert answer("inspect", printed["run"], "--check")["counts"].get("damaged", 0) == 0
     rng = np.random.default_rng(0)
     masks, outputs = rng.random((9, N_TRAIN)) < 0.5, rng.normal(size=(9, N_EVAL))
     np.save(tmp_path / "masks.npy", masks)

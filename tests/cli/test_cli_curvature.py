@@ -133,6 +133,21 @@ def test_several_checkpoints(place: Path, answer: Answer) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_that_are_recorded_stay(place: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a curvature of some of them, nor a call that is refused, takes their place."""
+    (place / "other").mkdir()
+    write_reviews(place / "other")
+    ask = ("attribute", "--eval_dataset", "mine.jsonl", "--top_k", "3", "--no_self_influence", "--method", "index")
+    answer("featurize", *MODEL, *QUICK, "--checkpoints", "model", "other/model")
+    expected = load_from_disk(answer(*ask)["run"] + "/run/scored")["trak_scores"][:]
+    answer("curvature", "--checkpoints", "model")
+    answer("featurize", *MODEL, *QUICK, "--checkpoints", "model")
+    assert main(["featurize", *MODEL, *QUICK, "--checkpoints", "other/model"]) == 1
+    assert "Expected the same weights" in capsys.readouterr().err
+    assert load_from_disk(answer(*ask, "--name", "again")["run"] + "/run/scored")["trak_scores"][:] == expected
+
+
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*argv: str) -> str:
         assert main(list(argv)) == 1
