@@ -304,6 +304,7 @@ def call_model(
     Arguments that are named in `kwargs["stacked"]`, see [`STACKED`], lose their dimension of rows.
     """
     kwargs = joined(kwargs)
+    torch.clear_autocast_cache()  # which may hold other weights, where somebody's autocast region is open
     if weights is None:
         return model(*args, **kwargs)
     return torch.func.functional_call(model, (dict(weights), dict(buffers or {})), args, kwargs)

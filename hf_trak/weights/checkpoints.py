@@ -416,8 +416,10 @@ def loaded(model: torch.nn.Module, checkpoint: Checkpoint | None, dtype: torch.d
                 if value.is_floating_point():
                     value.data = value.data.to(dtype)
         model.eval()
+        torch.clear_autocast_cache()  # which holds the weights from before, where an autocast region is open
         yield fingerprint
     finally:
+        torch.clear_autocast_cache()
         reshard(model)
         for value, before in zip(tensors, saved, strict=True):
             if is_sharded_tensor(value) or is_partitioned(value):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digit_models import DigitNet, digits, make
+from digit_models import DigitNet, digits, make, trained_net
 from torch import nn
 
 from hf_trak import Exact, Rerank, TrakAttributor
@@ -65,3 +65,21 @@ def test_the_mode_of_a_model_is_not_asked(tmp_path: Path, name: str) -> None:
         assert found == expected
     else:
         assert np.allclose(np.asarray(found, float), np.asarray(expected, float), rtol=1e-5, atol=1e-9)
+
+
+def test_checkpoints_in_one_autocast_region_have_their_own_weights(tmp_path: Path) -> None:
+    """Autocast keeps the weights that it has rounded until the region ends."""
+    nets = [trained_net(ROWS, seed=seed) for seed in (0, 1)]
+    checkpoints = [net.state_dict() for net in nets]
+    exact = make(nets[0], tmp_path / "float32", ROWS).featurize(checkpoints)
+    rounded = make(nets[0], tmp_path / "bfloat16", ROWS)
+
+    def scores(own: TrakAttributor, number: int) -> np.ndarray:
+        return np.array(own.attribute(TARGETS, top_k=None, method="index", checkpoints=[number])["trak_scores"][:])
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded.featurize(checkpoints)
+        found = [scores(rounded, number) for number in (0, 1)]
+    for number in (0, 1):
+        expected = scores(exact, number)
+        assert np.abs(found[number] - expected).max() < 0.05 * np.abs(expected).max()
