@@ -1,6 +1,7 @@
 """`hf-trak attribute`: score the training set against targets, and save the run."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -109,7 +110,9 @@ def run(argv: Sequence[str]) -> None:
     if wanted.predict:
         classifies = isinstance(attributor.task, ClassificationModelOutput)
         written = {} if classifies else {"max_new_tokens": wanted.max_new_tokens}
-        rows = attributor.predict(rows, **written)
+        # A replay is about the weights that the model has.
+        with nullcontext() if replays else attributor.features.last_weights(model_args.checkpoints):
+            rows = attributor.predict(rows, **written)
     top_k = None if wanted.all_scores else wanted.top_k
     group_by, labels = wanted.group_by, {built.preparation.columns.label_column, *LABELS}
     if group_by is not None and group_by in labels - {*rows.column_names}:

@@ -531,6 +531,22 @@ class FeaturizedModel:
                 )
             yield
 
+    @contextmanager
+    def last_weights(self, checkpoints: Checkpoints = None) -> Iterator[None]:
+        """Load the last of the checkpoints that are asked for a while, whose predictions are those to explain.
+
+        A model without features of its own is left with the weights that it has.
+
+        Args:
+            checkpoints: see [`~hf_trak.attributor.TrakAttributor.attribute`].
+        """
+        ids, sources = self.chosen(checkpoints, featurized=False)
+        if ids[-1] not in self.store.model_ids:
+            yield
+            return
+        with self.weights(ids[-1], self.source_of(ids[-1], sources)):
+            yield
+
     def as_trained(self, name: str) -> Self:
         """Return the model with a store of its own, in which checkpoint 0 is the weights that it has now.
 

@@ -446,13 +446,18 @@ def pull_index(
     Raises:
         HubAccessError: a file does not exist or cannot be downloaded.
         RefusedIndexError: the index is damaged.
-        ConfigMismatchError: the directory holds another index, or features of another run.
+        ConfigMismatchError: the directory holds another index, or features that were computed in it.
     """
     directory = Path(output_dir)
     local = LocalFiles(directory)
     local.names()  # refuses links, through which files would be written elsewhere
     store = open_repo(repo_id, directory, revision, token, local_files_only)
     saved = directory / FeatureStore.CONFIG_FILE
+    if saved.exists() and not (directory / MANIFEST_FILE).exists():
+        raise ConfigMismatchError(
+            f"{directory} holds features that were computed there, which a copy would replace. Expected an empty "
+            "directory, or an earlier copy of the same index. Use another directory."
+        )
     if saved.exists() and FeatureStore.load(directory).config_hash != store.config_hash:
         raise ConfigMismatchError(
             f"{directory} holds features of another configuration than {store.files.name}. Expected an empty "
@@ -470,8 +475,8 @@ def pull_index(
         _copy(store, index_files.TRAIN_ROWS_FILE, directory)
     if CALIBRATION_FILE in store.files.listed and store.read_calibration() is not None:
         _copy(store, CALIBRATION_FILE, directory)
-    # The JSON files come last: a directory that has them is complete.
-    for name in JSON_FILES:
+    # The JSON files come last, the configuration after the manifest: a directory that has both is complete.
+    for name in reversed(JSON_FILES):
         write_bytes(directory / name, store.files.fetch(name).read_bytes())
     return open_index(local, local.work_dir)
 

@@ -168,7 +168,7 @@ class IndexSession(Session):
         if self.form.as_json:
             check_numbers(rows.with_format(None)[0], model.model)
         if generates or (self.form.predicts and question.label is None):
-            with self.features.weights(ids[-1], self.features.source_of(ids[-1], {})):
+            with self.features.last_weights(ids):
                 rows = model.predict(rows, **({"max_new_tokens": self._room(rows)} if generates else {}))
         if question.words:
             ready = attribute_of(self.features.data_collator, "ready")
@@ -274,10 +274,12 @@ class IndexSession(Session):
             return False
 
     def _checked_ids(self, ids: Sequence[int] | None) -> list[int]:
-        chosen = self.model_ids if ids is None else list(ids)
-        if not chosen or set(chosen) - set(self.model_ids):
-            raise ValueError(f"The checkpoints are {chosen}. Expected one or more of {self.model_ids}. Choose some.")
-        return chosen
+        chosen = set(self.model_ids if ids is None else ids)
+        if not chosen or chosen - set(self.model_ids):
+            raise ValueError(
+                f"The checkpoints are {sorted(chosen)}. Expected one or more of {self.model_ids}. Choose some."
+            )
+        return [one for one in self.model_ids if one in chosen]  # in their order, not in that of clicks
 
 
 def without_transform(rows: Any) -> Dataset:

@@ -196,6 +196,15 @@ def test_predictions_of_a_classifier(models: Path, tmp_path: Path, capsys: Any) 
     assert "and not ['label']" in error and "`--predict`" in error and "Rename" not in error
     assert main([*targets, "--predict"]) == 0
     assert load_from_disk(tmp_path / "trak/scores/targets/run/scored")["predicted"][0] in ("LABEL_0", "LABEL_1")
+    for label in (0, 1):  # checkpoints that say one class to everything
+        model_of = BertForSequenceClassification.from_pretrained(models / "bert")
+        model_of.classifier.weight.data.zero_()
+        model_of.classifier.bias.data = 9 * torch.eye(2)[label]
+        model_of.save_pretrained(tmp_path / f"says-{label}")
+    common[1], checkpoints = str(tmp_path / "two"), [str(tmp_path / f"says-{label}") for label in (1, 0)]
+    assert main(["featurize", *model, *common, "--checkpoints", *checkpoints]) == 0
+    assert main(["attribute", *common[:2], *targets[3:], "--predict"]) == 0
+    assert set(load_from_disk(tmp_path / "two/scores/targets/run/scored")["predicted"]) == {"LABEL_0"}, "the last one"
 
 
 @pytest.mark.slow

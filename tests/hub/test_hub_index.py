@@ -353,9 +353,13 @@ def test_pull_makes_a_store_that_needs_no_hub(hub: Hub, client: Path, tmp_path: 
     assert again.model_ids == [0, 1]
     push_index(plain, "tester/fork", token=TOKEN, private=False)
     assert str(open_repo("tester/fork").manifest.checkpoints[1].source) == "hf://tester/model@step-1"
+    push_index(make_store(tmp_path / "other", seed=8), "tester/other", token=TOKEN, private=False)
     with pytest.raises(ConfigMismatchError, match="another configuration"):
-        make_store(tmp_path / "other", seed=8)
-        pull_index("tester/index", tmp_path / "other")
+        pull_index("tester/other", tmp_path / "copy")
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigMismatchError, match="computed there, which a copy would replace"):
+        pull_index("tester/index", tmp_path / "store")
+    assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
 
 
 def test_what_no_reader_takes_is_not_published(
