@@ -35,7 +35,7 @@ from hf_trak.evaluation.review import (
 from hf_trak.evaluation.tail_patch import PatchResult, verify_rows
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining, model_outputs
 from hf_trak.evaluation.trial_steps import Similarity
-from hf_trak.evaluation.validation_loss import has_loss, loss_question, validation_losses
+from hf_trak.evaluation.validation_loss import has_loss, loss_question, rows_with_loss, validation_losses
 from hf_trak.featurize.answering import answer, planned
 from hf_trak.featurize.calibrating import calibrate
 from hf_trak.featurize.calibration import Calibration, named
@@ -794,6 +794,7 @@ class TrakAttributor:
         warn_of_price(features, chosen)
         asked, scale = self._of(features), 1.0
         if has_loss(features):
+            eval_dataset = rows_with_loss(features, eval_dataset)
             question, (_, scale) = loss_question(features, eval_dataset), validation_losses(features, eval_dataset)
         else:
             question = features.question(eval_dataset, group_by=ALL, featurized=False)

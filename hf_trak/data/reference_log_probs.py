@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 DIRECTORY = "reference_log_probs"
 """Where they are kept, in the output directory."""
 
-_NEEDED: dict[str, tuple[str, ...]] = {
+REFERRING: dict[str | None, tuple[str, ...]] = {
     "DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps"),
     "KTOTrainer": ("ref_logps", "ref_KL_logps"),
 }
+"""Trainers of TRL whose losses compare a model with its reference, and the columns with what that says."""
 
 
 def with_references(trainer: Any, rows: Any, output_dir: str | Path, use_cpu: bool = False) -> Any:
@@ -54,9 +55,9 @@ def with_references(trainer: Any, rows: Any, output_dir: str | Path, use_cpu: bo
         StoreError: the file cannot be read or written.
     """
     kind = kind_of(trainer)
-    if kind is None or kind not in _NEEDED:
+    if kind not in REFERRING:
         return rows
-    needed = _NEEDED[kind]
+    needed = REFERRING[kind]
     if kind == "KTOTrainer" and "KL_completion_ids" not in rows.column_names:
         needed = needed[:1]
     missing = [name for name in needed if name not in rows.column_names]

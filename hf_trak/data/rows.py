@@ -396,7 +396,12 @@ class RowBatches:
             keys = [[(row, place % draws) for row in rows] for place, rows in enumerate(cuts)]
             given, collate = self._drawn_rows, _as_it_is
         loader: DataLoader[Any] = DataLoader(
-            given, batch_sampler=keys, collate_fn=collate, num_workers=self.num_workers, pin_memory=self.pin_memory
+            given,
+            batch_sampler=keys,
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # which leaves the one that a training draws from alone
         )
         for rows, batch in zip(cuts, loader, strict=True):
             if not isinstance(batch, SplitRows):

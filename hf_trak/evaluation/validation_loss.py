@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from hf_trak._compat import counted_items
+from hf_trak.data.preferences import kind_of, prepared_rows
+from hf_trak.data.reference_log_probs import REFERRING, with_references
 from hf_trak.data.rows import batch_rows
 from hf_trak.featurize.featurized import FeaturizedModel
 from hf_trak.featurize.question import Question
@@ -24,6 +26,19 @@ from hf_trak.modelout_functions.loss import HasLoss, MinusLossModelOutput
 from hf_trak.modelout_functions.row_loss import RowLossModelOutput
 from hf_trak.modelout_functions.trainer_loss import TrainerLossModelOutput
 from hf_trak.scores.groups import ALL
+
+
+def rows_with_loss(features: FeaturizedModel, eval_dataset: Any) -> Any:
+    """Return validation rows with all that their loss needs: log-probabilities of a reference model for preferences.
+
+    Args:
+        features: the model, and its trainer if it has one.
+        eval_dataset: the validation rows, as people have them or prepared.
+    """
+    trainer, args = features.trainer, features.args
+    if kind_of(trainer) not in REFERRING:
+        return eval_dataset
+    return with_references(trainer, prepared_rows(trainer, eval_dataset), args.output_dir, args.use_cpu)
 
 
 def loss_question(features: FeaturizedModel, eval_dataset: Any) -> Question:

@@ -97,9 +97,27 @@ def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
 
 
+def require_graph() -> None:
+    """Refuse a mode in which every gradient would be zero.
+
+    Raises:
+        ValueError: `torch.inference_mode()` is entered.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "Gradients are asked for within `torch.inference_mode()`, where torch records none. Expected a call "
+            "outside of it. Leave that region first, or use `torch.no_grad()` in its place."
+        )
+
+
 @contextmanager
 def only_differentiating(model: torch.nn.Module, wanted: Collection[int]) -> Iterator[None]:
-    """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other."""
+    """Give `requires_grad` to the parameters whose `id` is in `wanted`, and to no other.
+
+    Raises:
+        ValueError: see [`require_graph`].
+    """
+    require_graph()
     changed = [one for one in model.parameters() if one.requires_grad != (id(one) in wanted)]
     with _kept(changed, "requires_grad"):
         for parameter in changed:

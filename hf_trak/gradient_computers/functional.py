@@ -17,7 +17,7 @@ from hf_trak.gradient_computers.base import (
     run_model,
     saved_activation_bytes,
 )
-from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed
+from hf_trak.gradient_computers.environment import pass_settings, problem_type_fixed, require_graph
 from hf_trak.modelout_functions.base import Batch, BatchedModelOutput, Side
 from hf_trak.runtime.checks import free_bytes
 
@@ -104,6 +104,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             return f, (f.detach(), task.out_to_loss_grad(result, single, side).detach().squeeze(0))
 
         labels = split.mapped.get("labels") if split.is_mapping else None
+        require_graph()
         gradient_of_one = torch.func.grad(value, has_aux=True)
         with pass_settings(self.model), problem_type_fixed(self.model, labels):
             chunk = self.chunk_size or self._chunk_by_memory(

@@ -30,7 +30,7 @@ from hf_trak.evaluation.review import (
     without_effect,
 )
 from hf_trak.evaluation.trainer_retraining import TrainerRetraining
-from hf_trak.evaluation.validation_loss import loss_question, validation_losses
+from hf_trak.evaluation.validation_loss import loss_question, rows_with_loss, validation_losses
 from hf_trak.featurize.answering import planned
 from hf_trak.featurize.calibration import named
 from hf_trak.featurize.choosing import MINUTE, doubt, leave_alone, seconds_of
@@ -361,6 +361,7 @@ def effects_of_training(
     sources = None if train_group_by is None else RowGroups.of(rows, train_group_by, "train_group_by")
     chosen, near_by = _method(features, method), features
     features = with_row_labels(features.as_trained("training_report"))
+    eval_dataset = rows_with_loss(features, eval_dataset)
     question = loss_question(features, eval_dataset)
     if earlier is not None and earlier.validation != question.fingerprint:
         raise ValueError(

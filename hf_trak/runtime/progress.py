@@ -131,8 +131,9 @@ def _bars_are_hidden() -> bool:
 def no_progress_bars() -> Iterator[None]:
     """Return a context in which `datasets` shows no bars. Afterwards it is as it was before."""
     from datasets import disable_progress_bars, enable_progress_bars
+    from datasets.utils import are_progress_bars_disabled
 
-    silent = _bars_are_hidden()
+    silent = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield

@@ -83,3 +83,23 @@ def test_checkpoints_in_one_autocast_region_have_their_own_weights(tmp_path: Pat
     for number in (0, 1):
         expected = scores(exact, number)
         assert np.abs(found[number] - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("engine", ["auto", "functional", "iterative"])
+def test_gradients_in_inference_mode_are_refused_and_nothing_is_kept(tmp_path: Path, engine: str) -> None:
+    """Torch records none there, so that all would be zero."""
+    own = make(noisy_net().eval(), tmp_path, ROWS, engine=engine)
+    with torch.inference_mode():
+        for ask in (own.featurize, lambda: own.attribute(TARGETS, 3, method="exact")):
+            with pytest.raises(ValueError, match=r"within `torch.inference_mode\(\)`, where torch records none"):
+                ask()
+    scored = own.featurize().attribute(TARGETS, top_k=3, method="exact")
+    assert np.abs(scored["trak_scores"][:]).min() > 0
+
+
+def test_the_random_state_of_a_training_is_left_alone(tmp_path: Path) -> None:
+    own, before = make(noisy_net(), tmp_path, ROWS), torch.get_rng_state()
+    own.featurize().attribute(TARGETS, top_k=3, method="exact")
+    own.predict(TARGETS)
+    own.verify(TARGETS.select([0]), [1, 2], draws=4)
+    assert torch.equal(torch.get_rng_state(), before)

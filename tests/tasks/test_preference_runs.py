@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from replay_runs import config
 from test_preferences_trl import pairs, scorer
 from test_trl import arguments, llama, tokenizer
 
-from hf_trak import TrakAttributor
+from hf_trak import Exact, TrakAttributor
 from hf_trak.callbacks import TrakCallback
 from hf_trak.data.preferences import prepared_rows
 from hf_trak.methods import Replay
+from hf_trak.report.training import effects_of_training
 
 trl = pytest.importorskip("trl")
 
@@ -89,3 +91,26 @@ def test_retraining_with_other_weights_of_pairs(tmp_path: Path, kind: type, conf
     measured = torch.stack([(outputs({row: 1 + STEP}) - outputs({row: 1 - STEP})) / (2 * STEP) for row in ROWS], 1)
     error = (torch.tensor(found[:], dtype=torch.float64)[:, list(ROWS)] - measured).abs().max()
     assert float(error / measured.abs().max()) <= 5e-3  # TRL computes log-probabilities in float32
+
+
+@pytest.mark.slow
+def test_the_report_of_a_training_on_preferences(tmp_path: Path) -> None:
+    """The loss and its gradients, by the trainer's own `compute_loss` of validation pairs that nobody has prepared."""
+    run = trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, {}, ref_model=llama().double())
+    attributor = TrakAttributor.from_trainer(run, config(tmp_path))
+    found = effects_of_training(attributor.features, pairs(3, seed=9), Exact("identity"))
+    reviewed = attributor.review(pairs(3, seed=9))
+    weights = [one for one in run.model.eval().parameters() if one.requires_grad]
+
+    def loss(rows: Any) -> torch.Tensor:
+        return run.compute_loss(run.model, run.data_collator(list(rows)))
+
+    def gradient(rows: Any) -> torch.Tensor:
+        parts = torch.autograd.grad(loss(rows), weights, allow_unused=True, materialize_grads=True)
+        return torch.cat([one.flatten() for one in parts])
+
+    asked = prepared_rows(run, pairs(3, seed=9))
+    assert found.loss == pytest.approx(float(loss(asked)), rel=1e-5)
+    expected = [-float(gradient(run.train_dataset.select([row])) @ gradient(asked)) / 8 for row in range(8)]
+    assert found.effects == pytest.approx(expected, rel=1e-3, abs=1e-4 * max(map(abs, expected)))
+    assert np.isfinite(reviewed["effect"][:]).all()
