@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import os
 import re
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
@@ -488,10 +489,19 @@ def answer(content: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> N
     if int(os.environ.get("RANK", "0")) != 0:
         return
     if as_json:
-        print(json.dumps(content, indent=2, ensure_ascii=False, default=str))
+        print(json.dumps(_finite(content), indent=2, ensure_ascii=False, default=str))
     else:
         for line in lines:
             print(line)
+
+
+def _finite(value: Any) -> Any:
+    """Put null in the place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def table(rows: Mapping[str, Any]) -> list[str]:

@@ -56,6 +56,14 @@ def run(argv: Sequence[str]) -> None:
             f"--checkpoints has {len(args.checkpoints)} entries; the index has the model ids {store.model_ids}. "
             "Expected one for each, in this order."
         )
+    scored = None
+    if args.scores is not None:
+        from hf_trak.hub import push_scores
+        from hf_trak.hub.scores import check_scores
+        from hf_trak.report.run import AttributionRun
+
+        scored = AttributionRun.load(args.scores).scored
+        check_scores(scored)  # before anything is published
     commit = push_index(
         store,
         args.repo_id,
@@ -69,11 +77,7 @@ def run(argv: Sequence[str]) -> None:
         lds=args.lds,
     )
     content = {"repo_id": args.repo_id, "commit": commit.oid, "url": commit.commit_url}
-    if args.scores is not None:
-        from hf_trak.hub import push_scores
-        from hf_trak.report.run import AttributionRun
-
-        scored = AttributionRun.load(args.scores).scored
+    if scored is not None:
         pushed = push_scores(
             scored, args.repo_id, private=args.private, revision=args.revision, index=args.repo_id,
             model_name=args.model_name,

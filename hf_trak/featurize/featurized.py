@@ -31,7 +31,7 @@ from hf_trak.data.rows import (
     rows_of_loader,
 )
 from hf_trak.engines.engine import Engine
-from hf_trak.errors import CheckpointMismatchError, HfTrakError, IncompleteStoreError
+from hf_trak.errors import CheckpointMismatchError, ConfigMismatchError, HfTrakError, IncompleteStoreError
 from hf_trak.featurize.definition import (
     COMPARISONS,
     Checkpoints,
@@ -500,10 +500,23 @@ class FeaturizedModel:
             ConfigMismatchError: something has changed, in this process or since an earlier one.
             ValueError: rows come out at random.
         """
+        self._require_layout()
         if self._store is not None:
             self._store.require_same(self.store_config(), COMPARISONS)  # as opening one does
         for one in remove_stale(self.store.output_dir):
             logger.info("Removed %s, left behind by a process that died.", one.path)
+
+    def _require_layout(self) -> None:
+        """Compare the attributed parameters with those that the model had before, which gradients are laid out by."""
+        now, before = ParameterLayout.from_model(self.model, self.args.grad_wrt), self.layout
+        if now == before:
+            return
+        odd = sorted({*now.names} ^ {*before.names}) or list(now.names)
+        what = "is trained now" if odd[0] in now.names else "is not trained any more"
+        raise ConfigMismatchError(
+            f"{odd[0]!r} {what}, beside {len(odd) - 1} other parameters that have changed. Expected those that the "
+            "model had when the attributor was made. Make a new one, or name parameters in `grad_wrt`."
+        )
 
     @contextmanager
     def weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:

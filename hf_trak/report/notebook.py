@@ -17,7 +17,7 @@ from hf_trak.methods import Combination, Exact, Index, Replay, Rerank
 from hf_trak.report.content import Columns
 from hf_trak.report.distributions import ScoreDistributions
 from hf_trak.report.page import ReportOptions, target_page
-from hf_trak.report.run import AttributionRun, top_k_range
+from hf_trak.report.run import AttributionRun, checkpoint_names, top_k_range
 from hf_trak.report.views import RunViews
 from hf_trak.runtime.checks import is_int
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
@@ -68,11 +68,16 @@ class LastResult:
         return self.judged
 
     def facts(self, features: FeaturizedModel) -> dict[str, Any]:
-        """Say what scores of whole gradients were computed with, in the place of projection and ridge.
+        """Say which checkpoints were asked, and what scores of whole gradients were computed with.
 
         Args:
             features (`FeaturizedModel`): the model that computed them.
         """
+        asked = [one for one in self.question.ids if one in features.store.model_ids]
+        return {"checkpoints": checkpoint_names(features, asked), **self._of_method(features)}
+
+    def _of_method(self, features: FeaturizedModel) -> dict[str, Any]:
+        """Say what stands in the place of projection and ridge."""
         method, rows = self.answer.method, self.answer.rows
         if isinstance(method, Index):
             lam = method.lambda_relative

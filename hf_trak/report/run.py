@@ -14,7 +14,7 @@ A save is complete or has no effect, whenever it is killed and however many proc
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, List, Value
 
 from hf_trak.errors import StoreError
 from hf_trak.report.content import as_row, is_tensor, raw
@@ -60,7 +60,7 @@ def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
         "model_revision": config.get("model_revision"),
         "task": str((config.get("task") or {}).get("class", "")).rpartition(".")[2] or None,
         "parameters": attributor.layout.total,
-        "checkpoints": [Path(str(store.checkpoint_info(i)["source"])).name for i in store.model_ids],
+        "checkpoints": checkpoint_names(attributor, store.model_ids),
         "projection": config.get("projection"),
         "features": attributor.proj_dim,
         "ridge": f"{args.lambda_relative:g} relative",
@@ -70,6 +70,16 @@ def known_facts(attributor: "FeaturizedModel") -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "hf_trak_version": __version__,
     }
+
+
+def checkpoint_names(features: "FeaturizedModel", ids: Sequence[int]) -> list[str]:
+    """Name checkpoints by the directories that they come from.
+
+    Args:
+        features: the featurized model.
+        ids: ids of checkpoints.
+    """
+    return [Path(str(features.store.checkpoint_info(one)["source"])).name for one in ids]
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +144,8 @@ def top_k_of_full(scored: Dataset, n: int) -> tuple[Dataset, ScoreDistributions]
     )
     kept = scored.with_format(None).remove_columns([name])
     for column in TOP_K_COLUMNS:
-        kept = with_column(kept, column, ends[column])
+        kind = Value("int64" if column.endswith("indices") else "float32")
+        kept = with_column(kept, column, ends[column], feature=List(kind, length=k))
     return kept, merged
 
 

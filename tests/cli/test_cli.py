@@ -29,6 +29,8 @@ from transformers import (
 from hf_trak import TrakAttributor, TrakConfig
 from hf_trak.cli.main import COMMANDS, main
 from hf_trak.evaluation import linear_datamodeling_score
+from hf_trak.hub import scores as published
+from hf_trak.report.run import AttributionRun
 from hf_trak.store.sealed import write_sealed
 
 __all__ = ["client", "hub"]  # fixtures
@@ -246,6 +248,8 @@ def test_attribute_report_inspect(featurized, home, answer, tmp_path):
     assert [one["path"] for one in found["files"] if one["state"] == "damaged"] == [str(file)]
     file.write_bytes(content)
     assert answer("inspect", printed["run"], "--check")["counts"].get("damaged", 0) == 0
+    kept = AttributionRun.load(printed["run"]).scored
+    assert published.check_scores(kept)["trak_scores"] == min(50, N_TRAIN)
     rng = np.random.default_rng(0)
     masks, outputs = rng.random((9, N_TRAIN)) < 0.5, rng.normal(size=(9, N_EVAL))
     np.save(tmp_path / "masks.npy", masks)

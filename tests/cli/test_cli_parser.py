@@ -1,6 +1,7 @@
 """The parser of recipes: YAML sets defaults, the command line overrides, and both are checked alike."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from hf_trak.cli.parser import DataArguments, parse_yaml_and_args
+from hf_trak.cli.parser import DataArguments, answer, parse_yaml_and_args
 from hf_trak.config import TrakConfig
 
 
@@ -231,3 +232,10 @@ def test_an_alias_is_suggested_too(capsys):
     with pytest.raises(SystemExit):
         parse_yaml_and_args(Model, ["--modle", "x"])
     assert "did you mean --model?" in capsys.readouterr().err
+
+
+def test_json_has_no_number_that_is_none(capsys):
+    none, most = float("nan"), float("inf")
+    answer({"loss": none, "parts": [1.5, (most, 2)], "named": {"low": -most}}, [], as_json=True)
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(text))
+    assert found == {"loss": None, "parts": [1.5, [None, 2]], "named": {"low": None}}

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from digit_models import DigitNet, digits, make, trained_net
+from safetensors.torch import save_file
 from torch import nn
 
 from hf_trak import Exact, Rerank, TrakAttributor
+from hf_trak.errors import ConfigMismatchError
 from hf_trak.report import training_report
 
 ROWS, TARGETS = digits(0, 40), digits(1000, 1006)
@@ -67,6 +69,17 @@ def test_the_mode_of_a_model_is_not_asked(tmp_path: Path, name: str) -> None:
         assert np.allclose(np.asarray(found, float), np.asarray(expected, float), rtol=1e-5, atol=1e-9)
 
 
+def test_a_report_names_the_checkpoints_that_were_asked(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("one_before", "one_after")]
+    for place, steps in zip(places, (5, 9), strict=True):
+        place.mkdir()
+        save_file(trained_net(ROWS, steps).state_dict(), place / "model.safetensors")
+    own = make(trained_net(ROWS), tmp_path / "trak", ROWS).featurize(list(map(str, places)))
+    own.attribute(TARGETS, top_k=2, method="index", checkpoints=[1])
+    page = own.report(tmp_path / "page.html").read_text("utf-8")
+    assert "one_after" in page and "one_before" not in page
+
+
 def test_checkpoints_in_one_autocast_region_have_their_own_weights(tmp_path: Path) -> None:
     """Autocast keeps the weights that it has rounded until the region ends."""
     nets = [trained_net(ROWS, seed=seed) for seed in (0, 1)]
@@ -103,3 +116,16 @@ def test_the_random_state_of_a_training_is_left_alone(tmp_path: Path) -> None:
     own.predict(TARGETS)
     own.verify(TARGETS.select([0]), [1, 2], draws=4)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("method", ["index", "exact"])
+def test_other_trainable_parameters_are_noticed(tmp_path: Path, method: str) -> None:
+    """Such as by another adapter, or a training that unfreezes layers."""
+    net = trained_net(ROWS)
+    own = make(net, tmp_path, ROWS).featurize()
+    expected = own.attribute(TARGETS, top_k=None, method=method)["trak_scores"][:]
+    net.head.weight.requires_grad_(False)
+    with pytest.raises(ConfigMismatchError, match=r"'head.weight' is not trained any more, .* `grad_wrt`"):
+        own.attribute(digits(1010, 1012), top_k=None, method=method)
+    net.head.weight.requires_grad_(True)
+    assert own.attribute(TARGETS, top_k=None, method=method)["trak_scores"][:] == expected
