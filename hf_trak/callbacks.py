@@ -19,6 +19,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_trak.attributor import TrakAttributor
 from hf_trak.config import TrakConfig, checked_args
+from hf_trak.errors import HfTrakError
+from hf_trak.evaluation.validation_loss import require_loss
 from hf_trak.identity.collation import random_state_kept
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.report.training import TrainingReport
@@ -178,7 +180,7 @@ class TrakCallback(TrainerCallback):
             ValueError: nothing would be collected, steps lie beyond the end of the training, `output_dir` is the
                 trainer's own or holds checkpoints of another run, or the training is part of a hyperparameter search.
                 With `featurize_at_end` or `report` also the errors of [`TrakAttributor.from_trainer`].
-            TypeError: `report` is set, and the trainer has no `eval_dataset`, or several.
+            TypeError: `report` is set, and the trainer has no `eval_dataset`, or several, or the task has no loss.
             FileNotFoundError: a checkpoint that the trainer saved earlier holds no weights.
         """
         if state.is_hyper_param_search:
@@ -217,10 +219,10 @@ class TrakCallback(TrainerCallback):
                 "`training_report(attributor.features, eval_dataset)` for each of several."
             )
         if self.featurize_at_end or self._reports:
-            with random_state_kept():
-                TrakAttributor.from_trainer(
-                    self.trainer, self.args, self.task
-                )  # fail now rather than after the training
+            with random_state_kept():  # fail now rather than after the training
+                attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
+                if self._reports:
+                    require_loss(attributor.features)
         if self._reports:
             _before_those_that_close(self, self.trainer.callback_handler)
         if not state.is_world_process_zero:
@@ -294,8 +296,10 @@ class TrakCallback(TrainerCallback):
     ) -> None:
         """Featurize the training dataset if `featurize_at_end` is set, and write a report if `report` is.
 
+        A report that fails is logged as an error: what comes after the training is still to save it.
+
         Raises:
-            All that [`TrakAttributor.featurize`] and [`~hf_trak.report.training_report`] raise.
+            All that [`TrakAttributor.featurize`] raises.
         """
         if self._recorder is not None:
             self._recorder.end(state.global_step)
@@ -313,7 +317,11 @@ class TrakCallback(TrainerCallback):
                 from hf_trak.report.training_page import training_report  # reports need more packages
 
                 path = Path(self.args.output_dir) / "training_report.html"
-                self.report = training_report(attributor.features, self.trainer.eval_dataset, path)
+                try:
+                    self.report = training_report(attributor.features, self.trainer.eval_dataset, path)
+                except (HfTrakError, ValueError, TypeError, RuntimeError) as error:
+                    logger.error("The training is done, and there is no report of it. %s", error)
+                    return
                 if state.is_world_process_zero:
                     say(logger, f"{self.report}\nThe page is {path}.")
                 _log(self.trainer, self.report.logs())

@@ -52,17 +52,26 @@ def loss_question(features: FeaturizedModel, eval_dataset: Any) -> Question:
         TypeError: the task has no loss of every row.
         All that [`FeaturizedModel.question`] raises.
     """
-    if not has_loss(features):
-        raise TypeError(
-            f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
-            "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
-        )
+    require_loss(features)
     return replace(features.question(eval_dataset, group_by=ALL, featurized=False), of_loss=True)
 
 
 def has_loss(features: FeaturizedModel) -> bool:
     """Tell whether the task has a loss of every row."""
     return isinstance(features.task, HasLoss) and isinstance(features.task, BatchedModelOutput)
+
+
+def require_loss(features: FeaturizedModel) -> None:
+    """Refuse a task without a loss of every row.
+
+    Raises:
+        TypeError: the task has none.
+    """
+    if not has_loss(features):
+        raise TypeError(
+            f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
+            "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
+        )
 
 
 def _items(features: FeaturizedModel, task: AggregatedModelOutput, batch: Any) -> float:

@@ -137,9 +137,16 @@ class RunReplay:
         elif isinstance(record, RunRecord) and kind_of(self.model.trainer) is not None:
             path.steps, path.logged = without_losses(path.steps), logged_losses(self.model.trainer)
         elif not path.logged and isinstance(record, RunRecord):
+            trainer = self.model.trainer
+            remedy = (
+                "Expected the trainer, which has this loss. Make the attributor by `TrakAttributor.from_trainer`."
+                if trainer is None
+                else f"Expected a trainer whose loss of single rows is known, and not a {type(trainer).__name__}. Ask "
+                "the index, or for exact scores."
+            )
             raise HfTrakError(
                 "The record has no loss: the model returned none, since the trainer computed it from the outputs. "
-                "Expected the trainer, which has this loss. Make the attributor by `TrakAttributor.from_trainer`."
+                f"{remedy}"
             )
         elif isinstance(record, RunRecord) and self._counts_alone(path):
             trained = TrainerLossModelOutput(self.model.trainer, own)

@@ -18,6 +18,7 @@ import torch
 from datasets import ClassLabel, Dataset, Value
 from torch.nn.functional import normalize
 
+from hf_trak.errors import HfTrakError, StoreError
 from hf_trak.evaluation.intervals import Interval, Result, mean_interval
 from hf_trak.evaluation.review import (
     MOST_FALSE_DOUBTS,
@@ -369,7 +370,15 @@ def effects_of_training(
             "Expected the same rows with the same columns, whose losses are compared. Pass those of that report."
         )
     losses, scale = validation_losses(features, eval_dataset)
-    passes = price(features, chosen, 1, question.ids).passes * features.processes.num_processes / len(rows)
+    texts = list[str]()
+    try:
+        priced = price(features, chosen, 1, question.ids)
+    except HfTrakError as error:
+        if method != "auto" or isinstance(error, StoreError) or not isinstance(chosen, Replay):
+            raise
+        texts, chosen = [f"The recorded run is left alone, and EK-FAC is taken. {error}"], Exact("ekfac")
+        priced = price(features, chosen, 1, question.ids)
+    passes = priced.passes * features.processes.num_processes / len(rows)
     exact = chosen if isinstance(chosen, Exact) else Exact()
     spent = seconds_of(features, chosen, 1, question.ids)
     of_doubts = doubting_seconds(features, exact, min(MOST_DOUBTED, len(rows) // 2), fit=exact is not chosen)
@@ -384,7 +393,6 @@ def effects_of_training(
         else:
             say(logger, text)
     begun = time.monotonic()
-    texts = list[str]()
     while (
         method == "auto" and isinstance(chosen, Replay) and (doubts := doubt(features, question, chosen)) is not None
     ):

@@ -430,6 +430,45 @@ def test_the_callback_leaves_a_run_alone_that_speaks_against_itself(
     assert before.startswith("The recorded run is replayed by its Gauss-Newton matrix") and "grew" in before
 
 
+@pytest.mark.slow
+def test_a_record_without_a_loss_is_left_alone(tmp_path: Path) -> None:
+    """The trainer computed it itself, and the attributor has the model alone."""
+    run = trainer(tmp_path, callbacks=[TrakCallback(config(tmp_path), record=True)])
+    run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
+    run.train()
+    attributor = TrakAttributor(run.model, config(tmp_path), run.train_dataset, task="causal_lm")
+    found = effects_of_training(attributor.features, EVAL)
+    assert found.method.startswith("exact scores")
+    assert found.warnings[0].startswith("The recorded run is left alone, and EK-FAC is taken. The record has no loss")
+
+
+@pytest.mark.slow
+def test_a_training_is_not_lost_to_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that cannot be made is refused before, and one that fails is an error in the log."""
+
+    def failed(*_: Any, **__: Any) -> None:
+        raise NonFiniteError("A loss is NaN.")
+
+    run = trainer(tmp_path)
+    run.eval_dataset = EVAL
+    monkeypatch.setattr("hf_trak.report.training_page.training_report", failed)
+    callback = TrakCallback(config(tmp_path), trainer=run, report=True)
+    run.add_callback(callback)
+    run.train()
+    assert (
+        callback.report is None and "The training is done, and there is no report of it. A loss is NaN." in caplog.text
+    )
+    other = trainer(tmp_path / "other")
+    other.eval_dataset = EVAL
+    task = lambda outputs, batch: outputs.logits.mean((1, 2))  # noqa: E731
+    other.add_callback(TrakCallback(config(tmp_path / "other"), trainer=other, report=True, task=task))
+    with pytest.raises(TypeError, match="has no loss of every row"):
+        other.train()
+    assert other.state.global_step == 0
+
+
 class Dashboard(TrainerCallback):
     """Keeps what a trainer logs until it is closed when training ends, as those of `report_to` do."""
 
