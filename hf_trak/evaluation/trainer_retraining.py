@@ -14,13 +14,18 @@ from torch.utils.data import Dataset, Subset
 
 from hf_trak._compat import accelerate_state_set_aside, collator_of_used_columns
 from hf_trak.data.drawn_rows import rows_at
+from hf_trak.data.preferences import PreparingCollator, kind_of, prepared_rows, training_rows
 from hf_trak.data.rows import Collator, RowBatches, batch_rows, default_collator, forward_columns, row_count
+from hf_trak.data.text_columns import collator_of
+from hf_trak.data.trainer_tasks import task_of
 from hf_trak.errors import HfTrakError
 from hf_trak.gradient_computers.base import one_per_sample, run_model
 from hf_trak.gradient_computers.environment import pass_settings
+from hf_trak.identity.collation import random_state_kept
 from hf_trak.modelout_functions import AbstractModelOutput, get_task, infer_task
 from hf_trak.modelout_functions.base import BatchedModelOutput
 from hf_trak.modelout_functions.batches import evaluating
+from hf_trak.modelout_functions.inference import known_task
 from hf_trak.runtime.checks import checked_int
 
 RowLosses = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -264,7 +269,8 @@ class TrainerRetraining:
         eval_dataset (`Dataset`):
             The targets.
         task (`str`, `AbstractModelOutput` or `Callable`, *optional*):
-            The model output function, which is that of the attribution. By default it follows from the model.
+            The model output function, which is that of the attribution. By default it follows from the model, or
+            else from the trainer, as in `TrakAttributor.from_trainer`.
         data_collator (`Callable`, *optional*):
             Collates targets. By default that of the trainer.
         batch_size (`int`, *optional*, defaults to 64):
@@ -325,7 +331,8 @@ class TrainerRetraining:
         with training_alone():
             set_seed(seed)
             trainer = self.make_trainer(self.train_dataset if self.drop == "mask" else self._selected(rows), seed)
-            collator = self.data_collator or trainer.data_collator
+            with random_state_kept():
+                task, collator, targets = self._asked(trainer)
             if self.perturbation:
                 _perturb(trainer.model, self.perturbation, own_seed)
             if self.drop == "mask":
@@ -334,7 +341,19 @@ class TrainerRetraining:
                 mask_rows(trainer, kept, self.row_losses)
             trainer.train()
             model, unused = trainer.accelerator.unwrap_model(trainer.model), trainer.args.remove_unused_columns
-            return model_outputs(model, self.eval_dataset, self.task, collator, self.batch_size, unused)
+            return model_outputs(model, targets, task, collator, self.batch_size, unused)
+
+    def _asked(self, trainer: Any) -> tuple[Any, Collator, Any]:
+        """Return the task of the targets, their collator, and the targets as it takes them.
+
+        A task that does not follow from the model is that of the trainer, with its settings, as in `from_trainer`.
+        """
+        collator, model = self.data_collator or trainer.data_collator, trainer.accelerator.unwrap_model(trainer.model)
+        kind, task = kind_of(trainer), self.task
+        if task is None and (kind is not None or known_task(model) is None):
+            own = collator_of(trainer) if kind is None else PreparingCollator(trainer)
+            task = task_of(trainer, model, training_rows(trainer), own, None)
+        return task, collator, self.eval_dataset if kind is None else prepared_rows(trainer, self.eval_dataset)
 
     @property
     def protocol(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from digit_models import DigitNet, digits
 from rounding import gamma
 from store_jobs import Job, start_group
@@ -208,3 +209,31 @@ def test_outputs_keep_their_precision(tmp_path: Path) -> None:
     values = [1.0, 1.0 + 2**-40, 1.0 + 2**-50]
     retrained = retrain_on_subsets(np.eye(3, dtype=bool), lambda rows, seed: [values[int(rows[0])]], tmp_path / "bank")
     assert masks_and_outputs(retrained)[1].ravel().tolist() == values
+
+
+class Line(torch.nn.Module):
+    """A regression of one's own class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.line(x)
+        return {"loss": (logits[:, 0] - labels).square().mean(), "logits": logits}
+
+
+def test_the_task_of_a_model_of_ones_own_is_that_of_its_trainer(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0).normal(size=(24, 4))
+    rows = Dataset.from_dict({"x": draws[:, :3].tolist(), "labels": draws[:, 3].tolist()})
+    made: list[Trainer] = []
+
+    def make(given: Any, seed: int) -> Trainer:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+        made.append(Trainer(Line(), arguments, train_dataset=given))
+        return made[-1]
+
+    found = TrainerRetraining(make, rows.select(range(20)), rows.select(range(20, 24)))(np.arange(20), seed=1)
+    predicted = made[-1].model.line(torch.tensor(draws[20:, :3], dtype=torch.float32))[:, 0]
+    assert np.allclose(found, predicted.detach().numpy(), atol=1e-6)

@@ -13,6 +13,7 @@ from test_trl import arguments, llama, tokenizer
 from hf_trak import Exact, TrakAttributor
 from hf_trak.callbacks import TrakCallback
 from hf_trak.data.preferences import prepared_rows
+from hf_trak.evaluation import TrainerRetraining
 from hf_trak.methods import Replay
 from hf_trak.report.training import effects_of_training
 
@@ -114,3 +115,32 @@ def test_the_report_of_a_training_on_preferences(tmp_path: Path) -> None:
     expected = [-float(gradient(run.train_dataset.select([row])) @ gradient(asked)) / 8 for row in range(8)]
     assert found.effects == pytest.approx(expected, rel=1e-3, abs=1e-4 * max(map(abs, expected)))
     assert np.isfinite(reviewed["effect"][:]).all()
+
+
+@pytest.mark.slow
+def test_retrainings_take_task_and_settings_from_their_trainer(tmp_path: Path) -> None:
+    """Of pairs as people have them, with the trainer's own β."""
+    made = []
+
+    def make(rows: Any, seed: int) -> Any:
+        args = arguments(
+            tmp_path, trl.DPOConfig, per_device_train_batch_size=4, num_train_epochs=1, seed=seed, beta=0.5,
+            learning_rate=1e-2, gradient_checkpointing=False, max_length=None,
+        )  # fmt: skip
+        reference = llama().double()
+        made.append(
+            trl.DPOTrainer(llama().double(), reference, args, train_dataset=rows, processing_class=tokenizer())
+        )
+        return made[-1]
+
+    asked = pairs(2, seed=9)
+    found = TrainerRetraining(make, pairs(8), asked)(np.arange(8), seed=3)
+    run = made[-1]
+
+    def said(row: Any, side: str) -> float:
+        ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+        steps = run.model.eval()(input_ids=ids).logits[0, :-1].log_softmax(1).gather(1, ids[0, 1:, None])
+        return float(steps[-len(row[f"{side}_ids"]) :].sum())
+
+    expected = [0.5 * (said(row, "chosen") - said(row, "rejected")) for row in prepared_rows(run, asked)]
+    assert found == pytest.approx(expected, rel=1e-4)
