@@ -64,6 +64,7 @@ from hf_trak.methods import (
 )
 from hf_trak.modelout_functions import AbstractModelOutput
 from hf_trak.modelout_functions.aggregated import labels_of
+from hf_trak.modelout_functions.classification import RegressionModelOutput
 from hf_trak.report.notebook import LastResult
 from hf_trak.runtime.arguments import named_arguments
 from hf_trak.runtime.checks import byte_size, is_int
@@ -779,7 +780,8 @@ class TrakAttributor:
             `fixed_dataset` gives them their names back.
 
         Raises:
-            TypeError: the training rows are no `datasets.Dataset`.
+            TypeError: the training rows are no `datasets.Dataset`, or the task has predictions of a regression for
+                targets, without a loss.
             As `attribute`.
         """
         rows = self.train_dataset
@@ -793,6 +795,11 @@ class TrakAttributor:
         chosen = Exact("ekfac" if self.args.curvature.kind == "hybrid" else None)
         warn_of_price(features, chosen)
         asked, scale = self._of(features), 1.0
+        if not has_loss(features) and isinstance(getattr(self.task, "of_task", self.task), RegressionModelOutput):
+            raise TypeError(
+                f"The task is {type(self.task).__name__}, whose targets are the predictions of a regression. Expected "
+                "'regression', whose loss is known. Leave `task` out, or name that one."
+            )
         if has_loss(features):
             eval_dataset = rows_with_loss(features, eval_dataset)
             question, (_, scale) = loss_question(features, eval_dataset), validation_losses(features, eval_dataset)

@@ -296,10 +296,11 @@ class TrakCallback(TrainerCallback):
     ) -> None:
         """Featurize the training dataset if `featurize_at_end` is set, and write a report if `report` is.
 
-        A report that fails is logged as an error: what comes after the training is still to save it.
+        A report that fails in one process is logged as an error: what comes after the training is still to save it.
 
         Raises:
-            All that [`TrakAttributor.featurize`] raises.
+            All that [`TrakAttributor.featurize`] raises, and in several processes what
+            [`~hf_trak.report.training_report`] raises.
         """
         if self._recorder is not None:
             self._recorder.end(state.global_step)
@@ -320,6 +321,8 @@ class TrakCallback(TrainerCallback):
                 try:
                     self.report = training_report(attributor.features, self.trainer.eval_dataset, path)
                 except (HfTrakError, ValueError, TypeError, RuntimeError) as error:
+                    if PartialState().num_processes > 1:  # the others may wait for this one
+                        raise
                     logger.error("The training is done, and there is no report of it. %s", error)
                     return
                 if state.is_world_process_zero:

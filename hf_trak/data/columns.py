@@ -60,22 +60,24 @@ def require_class_numbers(train_dataset: Any, rows: Any, name: str) -> None:
     Raises:
         ValueError: a name of a class has two numbers.
     """
-    for column in LABELS:
-        kinds = [(getattr(one, "features", None) or {}).get(column) for one in (train_dataset, rows)]
+    given = [getattr(one, "features", None) for one in (train_dataset, rows)]
+    features = [one for one in given if isinstance(one, Features)]
+    for column in LABELS if len(features) == len(given) else ():
+        kinds = [one.get(column) for one in features]
         kinds = [getattr(kind, "feature", kind) for kind in kinds]  # also of lists, with a label for each token
         numbered = [
             {label: place for place, label in enumerate(kind.names)} for kind in kinds if isinstance(kind, ClassLabel)
         ]
         if len(numbered) < len(kinds):
             continue
-        known, given = numbered
+        known, said = numbered
         names = dict(zip(known.values(), known, strict=True))
-        odd = next((label for label, number in given.items() if names.get(number, label) != label), None)
-        odd = next((label for label in given if known.get(label, given[label]) != given[label]), odd)
-        if odd is not None and given.keys() & known.keys():  # else they may be the same classes in other words
+        odd = next((label for label, number in said.items() if names.get(number, label) != label), None)
+        odd = next((label for label in said if known.get(label, said[label]) != said[label]), odd)
+        if odd is not None and said.keys() & known.keys():  # else they may be the same classes in other words
             raise ValueError(
-                f"In `{column}` of {name} {given[odd]} stands for {odd!r}, and in the training rows for "
-                f"{names.get(given[odd])!r}. Expected the same numbers. Use "
+                f"In `{column}` of {name} {said[odd]} stands for {odd!r}, and in the training rows for "
+                f"{names.get(said[odd])!r}. Expected the same numbers. Use "
                 f"`align_labels_with_mapping({known}, {column!r})` of these rows."
             )
 

@@ -57,8 +57,10 @@ def loss_question(features: FeaturizedModel, eval_dataset: Any) -> Question:
 
 
 def has_loss(features: FeaturizedModel) -> bool:
-    """Tell whether the task has a loss of every row."""
-    return isinstance(features.task, HasLoss) and isinstance(features.task, BatchedModelOutput)
+    """Tell whether the task has a loss of every row, which depends on no other rows as that of KTO does."""
+    task = features.task
+    alone = not task.reference_rows(features.train_size)
+    return alone and isinstance(task, HasLoss) and isinstance(task, BatchedModelOutput)
 
 
 def require_loss(features: FeaturizedModel) -> None:
@@ -69,7 +71,7 @@ def require_loss(features: FeaturizedModel) -> None:
     """
     if not has_loss(features):
         raise TypeError(
-            f"The task {type(features.task).__name__} has no loss of every row. Expected a task with "
+            f"The task {type(features.task).__name__} has no loss of every row alone. Expected a task with "
             "`per_sample_loss(model_output, batch) -> (B,)`. Name such a task, or write that method."
         )
 

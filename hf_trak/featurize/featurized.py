@@ -341,13 +341,14 @@ class FeaturizedModel:
             task: the model output function; `None` takes that of the attribution.
             projector: the map of the gradients; `None` takes the random projection.
         """
+        args = self.args if self.args.grad_wrt is not None else replace(self.args, grad_wrt=self.layout.names)
         return Featurizer(
             self.model,
             self.task if task is None else task,
             self.projector() if projector is None else projector,
             self.row_batches,
             self.train_dataset,
-            self.args,
+            args,
             self.processes,
             self.device,
             self.store,
@@ -507,16 +508,17 @@ class FeaturizedModel:
             logger.info("Removed %s, left behind by a process that died.", one.path)
 
     def _require_layout(self) -> None:
-        """Compare the attributed parameters with those that the model had before, which gradients are laid out by."""
-        now, before = ParameterLayout.from_model(self.model, self.args.grad_wrt), self.layout
-        if now == before:
-            return
-        odd = sorted({*now.names} ^ {*before.names}) or list(now.names)
-        what = "is trained now" if odd[0] in now.names else "is not trained any more"
-        raise ConfigMismatchError(
-            f"{odd[0]!r} {what}, beside {len(odd) - 1} other parameters that have changed. Expected those that the "
-            "model had when the attributor was made. Make a new one, or name parameters in `grad_wrt`."
-        )
+        """Refuse parameters that are trained now and were not when the gradients were laid out, as of another adapter.
+
+        Frozen ones stay attributed: a model is often frozen once it is trained.
+        """
+        known = {*self.layout.names}
+        odd = [name for name, one in self.model.named_parameters() if one.requires_grad and name not in known]
+        if odd and self.args.grad_wrt is None:
+            raise ConfigMismatchError(
+                f"{odd[0]!r} is trained now, and was frozen when the attributor was made, beside {len(odd) - 1} other "
+                "parameters. Expected the same ones. Make a new attributor, or name parameters in `grad_wrt`."
+            )
 
     @contextmanager
     def weights(self, model_id: int, source: Checkpoint | None, register: bool = False) -> Iterator[None]:

@@ -30,6 +30,7 @@ from hf_trak.evaluation.review import (
 )
 from hf_trak.modelout_functions import (
     CausalLMModelOutput,
+    LossModelOutput,
     RegressionModelOutput,
     RowLossModelOutput,
     TextClassificationModelOutput,
@@ -200,6 +201,10 @@ def test_what_harms_a_regression_is_told_from_what_lowers_its_predictions(tmp_pa
 
     expected = [-float(gradient(train.select([row])) @ gradient(validation)) for row in range(30)]
     assert np.corrcoef(table["effect"][:], expected)[0, 1] > 0.999
+    task = LossModelOutput(of=RegressionModelOutput())
+    of_loss = TrakAttributor(model, TrakConfig(str(tmp_path / "loss"), use_cpu=True), train, task=task)
+    with pytest.raises(TypeError, match="whose targets are the predictions of a regression"):
+        of_loss.review(validation)
 
 
 def as_text(batch: list[dict[str, Any]]) -> dict[str, Any]:

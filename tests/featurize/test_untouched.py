@@ -118,14 +118,17 @@ def test_the_random_state_of_a_training_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("method", ["index", "exact"])
-def test_other_trainable_parameters_are_noticed(tmp_path: Path, method: str) -> None:
-    """Such as by another adapter, or a training that unfreezes layers."""
+@pytest.mark.parametrize("method", ["index", "exact", Exact("hybrid")])
+def test_frozen_parameters_stay_attributed_and_others_are_refused(tmp_path: Path, method: Any) -> None:
+    """Such as those of another adapter, or of a layer that a training releases."""
     net = trained_net(ROWS)
-    own = make(net, tmp_path, ROWS).featurize()
-    expected = own.attribute(TARGETS, top_k=None, method=method)["trak_scores"][:]
-    net.head.weight.requires_grad_(False)
-    with pytest.raises(ConfigMismatchError, match=r"'head.weight' is not trained any more, .* `grad_wrt`"):
+    net.head.bias.requires_grad_(False)
+    own = make(net, tmp_path / "trak", ROWS).featurize()
+    expected = make(net, tmp_path / "scratch", ROWS).featurize().attribute(TARGETS, top_k=None, method=method)
+    own.attribute(TARGETS.select([5]), top_k=None, method=method)  # with a curvature, if there is one
+    net.requires_grad_(False)
+    found = own.attribute(TARGETS, top_k=None, method=method)
+    assert np.allclose(found["trak_scores"][:], expected["trak_scores"][:], rtol=1e-5, atol=1e-9)
+    net.head.bias.requires_grad_(True)
+    with pytest.raises(ConfigMismatchError, match=r"'head.bias' is trained now, and was frozen .* `grad_wrt`"):
         own.attribute(digits(1010, 1012), top_k=None, method=method)
-    net.head.weight.requires_grad_(True)
-    assert own.attribute(TARGETS, top_k=None, method=method)["trak_scores"][:] == expected
