@@ -222,6 +222,8 @@ class TrakCallback(TrainerCallback):
             with random_state_kept():  # fail now rather than after the training
                 attributor = TrakAttributor.from_trainer(self.trainer, self.args, self.task)
                 if self._reports:
+                    from hf_trak.report.training_page import training_report  # noqa: F401  # needs more packages
+
                     require_loss(attributor.features)
         if self._reports:
             _before_those_that_close(self, self.trainer.callback_handler)

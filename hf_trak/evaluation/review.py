@@ -56,7 +56,11 @@ ACTIONS = ("keep", "look", "relabel", "remove")
 """What may stand in the column of actions."""
 
 _HARM = 2.0
-"""Standard deviations of all effects, above zero, from which on a row is worth a look."""
+"""Standard deviations of effects, above zero, from which on a row is worth a look."""
+
+_MIDDLE = (0.16, 0.84)
+"""Quantiles two standard deviations apart. Rows that harm most enlarge the standard deviation itself: of 60 wrong
+labels among 600 digits it named 22, and these name 41 with two others."""
 
 _NONE = 1e-3
 """Part of the largest effect below which a row has none."""
@@ -132,7 +136,8 @@ class _AsStored:
 
 def _from_effects(effects: np.ndarray) -> tuple[list[str], list[str]]:
     """Say what effects alone tell: rows that harm the validation set much, and rows that do nothing to it."""
-    harms = effects > _HARM * effects.std()
+    low, high = np.quantile(effects, _MIDDLE)
+    harms = effects > _HARM * ((high - low) / 2 or effects.std())
     reasons = np.full(len(effects), "", dtype=object)
     reasons[without_effect(effects)] = "no effect"
     reasons[harms] = "harms the validation set"

@@ -104,8 +104,15 @@ def verify_store(directory: Path) -> Iterator[Finding]:
     names = {path.name.removesuffix(".json").removeprefix("checkpoint-") for path in directory.glob("checkpoint-*")}
     checkpoints = sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
     featurized = any(directory.glob("checkpoint-*/train-*")) or not _has_answers(directory)
+    published = None
+    if (manifest := directory / MANIFEST_FILE).exists():
+        finding = judged(manifest, lambda: read_sealed(manifest), "Copy the index again.")
+        yield finding
+        if finding.state != "intact":
+            return
+        published = frozenset(read_sealed(manifest).get("files", ()))
     for model_id in checkpoints:
-        yield from _checkpoint(store, model_id, featurized)
+        yield from _checkpoint(store, model_id, featurized, published)
     for place in sorted(path for path in directory.glob("experiments/*") if path.is_dir()):
         if featurized or (place / "experiment.json").exists():
             yield from _experiment(store, place, checkpoints)
@@ -116,12 +123,14 @@ def _has_answers(directory: Path) -> bool:
     return any(any(directory.glob(f"experiments/*/{kind}-*")) for kind in ("exact", "replay"))
 
 
-def _checkpoint(store: FeatureStore, model_id: int, featurized: bool) -> Iterator[Finding]:
+def _checkpoint(
+    store: FeatureStore, model_id: int, featurized: bool, published: frozenset[str] | None
+) -> Iterator[Finding]:
+    """Check a checkpoint of a store, or of a copy of a published index with the files that its manifest lists."""
     directory = store.checkpoint_dir(model_id)
     record, member = directory / "checkpoint.json", store.output_dir / f"{directory.name}.json"
     listed = judged(member, lambda: read_sealed(member), f"Delete it, if it is there. {_FEATURIZE_AGAIN}")
-    published = (store.output_dir / MANIFEST_FILE).exists()
-    if member.exists() or not published:
+    if member.exists() or published is None:
         yield listed
     if listed.state == "damaged":
         yield alone(record, _FEATURIZE_AGAIN)
@@ -144,7 +153,7 @@ def _checkpoint(store: FeatureStore, model_id: int, featurized: bool) -> Iterato
         yield Finding(gram, "unchecked", "features that it was computed from are damaged or missing", _FEATURIZE)
     elif gram.exists():
         yield judged(gram, lambda: store.read_gram(model_id), f"Delete it; then: {_FEATURIZE}")
-    elif not solvers and not published:
+    elif not solvers and (published is None or gram.relative_to(store.output_dir).as_posix() in published):
         yield Finding(gram, "missing", "XᵀX of this checkpoint is not computed", _FEATURIZE)
 
 

@@ -303,6 +303,15 @@ def test_table_of_effects() -> None:
     assert calm["reason"] == [""] * 3 and "suggested_label" not in calm.column_names
 
 
+def test_rows_that_harm_most_do_not_hide_each_other() -> None:
+    """Their own effects make the standard deviation of all effects six times that of the others."""
+    effects = [*np.random.default_rng(0).normal(size=180), *np.full(20, 20.0)]
+    table = review_table(Dataset.from_dict({"text": ["a"] * 200}), effects)
+    looked = [row for row, action in enumerate(table["suggested_action"]) if action == "look"]
+    assert looked[-20:] == list(range(180, 200)) and len(looked) <= 28
+    assert 2 * np.std(effects) > 11
+
+
 def test_rows_keep_their_numbers_when_a_table_is_sorted_or_filtered() -> None:
     """Truth: the letters of the rows, which are all different."""
     actions = ["keep", "remove", "look", "relabel", "keep", "remove"]

@@ -15,7 +15,7 @@ from hf_trak.featurize.calibrating import read_calibration
 from hf_trak.featurize.calibration import Calibration, Judged, choose, named
 from hf_trak.methods import Combination
 from hf_trak.scores.scored_dataset import weighted_blocks
-from hf_trak.store.sealed import read_sealed, unsealed, write_sealed
+from hf_trak.store.sealed import MANIFEST_FILE, read_sealed, unsealed, write_sealed
 from hf_trak.store.store import CALIBRATION_FILE
 from hf_trak.store.tables import read_tables, write_table
 from hf_trak.store.verification import verify, verify_store
@@ -233,6 +233,18 @@ def test_what_was_calibrated_is_compared(calibrated, caplog) -> None:
 def test_a_published_choice_is_taken(calibrated, tmp_path: Path) -> None:
     attributor, found, _ = calibrated
     attributor.save_pretrained(tmp_path / "index")
+
+    def states() -> dict[str, str]:
+        found = verify(tmp_path / "index", {"trak_config.json": verify_store})
+        return {one.path.relative_to(tmp_path / "index").as_posix(): one.state for one in found}
+
+    listed = set(read_sealed(tmp_path / "index" / MANIFEST_FILE)["files"])
+    assert listed <= set(states()) and set(states().values()) == {"intact"}, "a copy lacks nothing that it lists"
+    gram = tmp_path / "index" / "checkpoint-0" / "gram.safetensors"
+    content = gram.read_bytes()
+    gram.unlink()
+    assert states()["checkpoint-0/gram.safetensors"] == "missing"
+    gram.write_bytes(content)
     assert named(found.chosen.method).split(" ")[0] in (tmp_path / "index" / "README.md").read_text()
     loaded = TrakAttributor.from_pretrained(
         str(tmp_path / "index"), attributor.model, output_dir=str(tmp_path / "out"), use_cpu=True
