@@ -66,7 +66,9 @@ def require_class_numbers(train_dataset: Any, rows: Any, name: str) -> None:
         kinds = [one.get(column) for one in features]
         kinds = [getattr(kind, "feature", kind) for kind in kinds]  # also of lists, with a label for each token
         numbered = [
-            {label: place for place, label in enumerate(kind.names)} for kind in kinds if isinstance(kind, ClassLabel)
+            {label.casefold(): place for place, label in enumerate(kind.names)}
+            for kind in kinds
+            if isinstance(kind, ClassLabel)
         ]
         if len(numbered) < len(kinds):
             continue
