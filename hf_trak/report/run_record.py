@@ -31,7 +31,6 @@ from safetensors.numpy import load_file
 from hf_trak.errors import IncompleteStoreError, StoreError
 from hf_trak.report.distributions import BINS, ScoreDistributions
 from hf_trak.runtime.progress import no_progress_bars
-from hf_trak.scores.score_files import SCORE_FILES, check_score_file
 from hf_trak.scores.scored_dataset import TOP_K_COLUMNS
 from hf_trak.store.atomic import TEMPORARY, atomic_directory, json_bytes, remove_stale
 from hf_trak.store.sealed import (
@@ -265,6 +264,8 @@ def verify_run(directory: str | Path) -> Iterator[Finding]:
             yield _fault(root / name, error)
         else:
             yield Finding(root / name, "intact")
+    from hf_trak.scores.score_files import SCORE_FILES, check_score_file  # slow to import
+
     all_scores = record.facts.get(SCORE_FILES)
     for name, digest in all_scores.items() if isinstance(all_scores, dict) else ():
         try:
