@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from hf_trak import CurvatureConfig, Exact, Index, Replay, Rerank, Span, TrakAttributor, TrakConfig, TRAKer
 from hf_trak.callbacks import TrakCallback
 from hf_trak.cli.main import main
+from hf_trak.data.columns import require_class_numbers
 from hf_trak.errors import SingularGramError
 
 SENTENCE_END = re.compile(r"[.!?][`'\")]*(?=\s+[`A-Z'\[{])")
@@ -611,3 +612,9 @@ def test_options_that_are_misspelt(capsys: Any) -> None:
             main(["attribute", option, "3"])
         assert f"did you mean {right}" in capsys.readouterr().err
     assert main(["atribute"]) == 2 and "did you mean attribute?" in capsys.readouterr().err
+
+
+def test_a_dataset_may_call_its_numbers_features() -> None:
+    """Such as one of torch, whose columns have no types."""
+    require_class_numbers(SimpleNamespace(features=torch.ones(3, 2)), FEW, "the targets")
+    require_class_numbers(FEW, SimpleNamespace(features=[1.0, 2.0]), "the targets")

@@ -839,6 +839,7 @@ class Gathering(WeightedRows):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
         self.logged = self.accelerator.gather_for_metrics(loss.detach()).mean()
+        self.logged += self.accelerator.gather(tensor=loss.detach()).mean()
         return loss
 
 
