@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from digit_models import DigitNet, digits
+from regressions import Line
 from rounding import gamma
 from store_jobs import Job, start_group
 from transformers import Trainer, TrainingArguments
@@ -209,20 +210,6 @@ def test_outputs_keep_their_precision(tmp_path: Path) -> None:
     values = [1.0, 1.0 + 2**-40, 1.0 + 2**-50]
     retrained = retrain_on_subsets(np.eye(3, dtype=bool), lambda rows, seed: [values[int(rows[0])]], tmp_path / "bank")
     assert masks_and_outputs(retrained)[1].ravel().tolist() == values
-
-
-class Line(torch.nn.Module):
-    """A regression of one's own class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.line = torch.nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.line(x)
-        loss = None if labels is None else (logits[:, 0] - labels).square().mean()
-        return {"loss": loss, "logits": logits}
 
 
 def test_the_task_of_a_model_of_ones_own_is_that_of_its_trainer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value, concatenate_datasets
+from regressions import Line
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -166,18 +167,6 @@ def test_doubts_that_meet_validation_rows_relabel_nothing(tmp_path: Path, caplog
     found = training_report(attributor.features, validation.select(range(50)), tmp_path / "page.html")
     assert found.rough_doubts and found.rough_doubts in str(found)
     assert found.rough_doubts in (tmp_path / "page.html").read_text()
-
-
-class Line(torch.nn.Module):
-    """A regression."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.line = torch.nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        return {"logits": self.line(x)}
 
 
 def test_what_harms_a_regression_is_told_from_what_lowers_its_predictions(tmp_path: Path) -> None:
